@@ -64,6 +64,7 @@ def agents(tmp_path, data_dir):
     agents.kill()
 
 
+@pytest.mark.long
 def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     """kill -9 of an agent takes its ranks along; the other agents hear nothing of it any more."""
     gate = support.Gate(agents.directory, 5)

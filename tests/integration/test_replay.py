@@ -40,9 +40,7 @@ def killed(tmp_path, data_dir, holds: list[Breakpoint]) -> support.Run:
 
 @pytest.mark.parametrize(
     "holds",
-    support.first_of(
-        STORIES, "before the models are equal, then inside an all-reduce", "the second after its report on the first"
-    ),
+    support.first_of(STORIES, "the second after its report on the first"),
 )
 def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
     run = killed(tmp_path, data_dir, holds)

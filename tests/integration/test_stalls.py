@@ -76,6 +76,7 @@ def test_storage_that_is_away_for_several_hosts_costs_none_of_them(agents):
     assert {line["place"] for line in run.events("stall")} == {"inside the dataset"}
 
 
+@pytest.mark.long
 def test_one_group_alone_whose_storage_is_away_is_given_up(tmp_path, data_dir, reference):
     settings = {"hang_timeout_s": LIMIT_S}
     run = support.start(tmp_path / "run", data_dir, detector=settings, script=storage(tmp_path, 5, only=1))

@@ -80,7 +80,9 @@ sys.exit(cli.main(["prepare", "--out", *sys.argv[1:], "--vocab-size", "310", "--
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_the_processes_end_with_a_prepare_that_is_interrupted(tmp_path, text_file, number, code):
     command = [sys.executable, "-c", _STUCK, str(tmp_path / "out"), "--text", str(text_file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=support.ROOT)
