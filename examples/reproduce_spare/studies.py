@@ -243,10 +243,10 @@ def s_bar(N: int, r: int, trials: int) -> dict[str, Any]:
 def _until_wipe_out(N: int, r: int, trials: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """S, the patch, and whether the order stood (HK-fixed) with k groups dead, each of shape [trials, most failures
     endured]; NaN after the wipe-out."""
-    placement = replication.golomb(N, r)
+    orders = tuple(replication.golomb(N, r).stacks)
     stacks, depths, stood = (np.full((trials, N), np.nan) for _ in range(3))
     for trial in range(trials):
-        record = Stacks(placement.stacks)
+        record = Stacks(orders)
         for k, group in enumerate(np.random.default_rng([N, r, trial]).permutation(N).tolist()):
             record.begin_step()
             stacks[trial, k] = record.S

@@ -125,9 +125,13 @@ class Spare(Policy):
     stacked = True
     whole = True
 
+    def __init__(self, setting: Setting) -> None:
+        self._orders = tuple(_placement(setting).stacks)
+        super().__init__(setting)
+
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
-        self._stacks = rectlr.Stacks(_placement(self.setting).stacks)
+        self._stacks = rectlr.Stacks(self._orders)
 
     def stacks(self) -> float:
         return float(self._stacks.S)
@@ -215,8 +219,11 @@ class StackedQuotaRejoin(StackedQuota):
     plans_restarts = False
 
     def rejoin(self, group: GroupId) -> None:
+        unhosted = self._hosting is not None and self._hosting.wiped_out(self.live)
         self.live.add(group)
-        self._load = None
+        ideal = -(-self.groups * self.per_shard // len(self.live))
+        if unhosted or self._load != ideal:  # otherwise the plan without the group serves
+            self._load = None
 
 
 POLICIES: dict[str, type[Policy]] = {
