@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 _PLAIN: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}, bool: {bool}, NoneType: {NoneType}}
 """True is no number."""
+_ATOMS, _LISTS = tuple(_PLAIN), (tuple, list)
 STAYS = "stays"
 """Metadata of a field that is not encoded as the others are: who decodes has its default."""
 
@@ -23,14 +24,14 @@ Value = TypeVar("Value")
 
 def encode(value: Any) -> Any:
     """Return ``value`` as JSON. Raises ``TypeError`` for a value that has no such form."""
-    if isinstance(value, str | int | float | NoneType):
+    if isinstance(value, _ATOMS):
         return value
+    if isinstance(value, _LISTS):  # thousands of groups
+        return list(value) if set(map(type, value)) <= _PLAIN.keys() else [encode(inner) for inner in value]
     if isinstance(value, Mapping):
         return {str(key): encode(inner) for key, inner in value.items()}
     if isinstance(value, Set):
         return sorted(map(encode, value))
-    if isinstance(value, tuple | list):  # thousands of groups
-        return list(value) if set(map(type, value)) <= _PLAIN.keys() else [encode(inner) for inner in value]
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
@@ -54,9 +55,9 @@ def decode(kind: type[Value], raw: Any) -> Value:
 
 
 def _decode(hint: Any, raw: Any) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
     if hint is Any or type(raw) in _PLAIN.get(hint, ()):
         return raw
+    origin, args = _parts(hint)
     if origin in (Union, UnionType):
         for arg in args:
             try:
@@ -65,22 +66,26 @@ def _decode(hint: Any, raw: Any) -> Any:
                 continue
     elif origin is Literal and raw in args:
         return raw
+    elif origin in (tuple, list, Sequence, frozenset) and isinstance(raw, _LISTS):
+        if origin is not tuple or args[-1] is ...:
+            plain = set(map(type, raw)) <= _PLAIN.get(args[0], set())
+            return (tuple if origin is Sequence else origin)(raw if plain else [_decode(args[0], one) for one in raw])
+        if len(raw) == len(args):
+            return tuple(map(_decode, args, raw))
+    elif origin in (dict, Mapping) and isinstance(raw, Mapping):
+        return {args[0](key): _decode(args[1], inner) for key, inner in raw.items()}
     elif hasattr(hint, "from_json"):
         return hint.from_json(raw)
-    elif isinstance(raw, Mapping):
-        if origin in (dict, Mapping):
-            return {args[0](key): _decode(args[1], inner) for key, inner in raw.items()}
-        if isinstance(hint, type) and is_dataclass(hint):
-            return decode_fields(hint, raw)
-    elif isinstance(raw, list | tuple):
-        if origin in (list, Sequence, frozenset) or args[1:] == (...,):
-            plain = set(map(type, raw)) <= _PLAIN.get(args[0], set())
-            return (tuple if origin is Sequence else origin)(raw if plain else (_decode(args[0], one) for one in raw))
-        if origin is tuple and len(raw) == len(args):
-            return tuple(map(_decode, args, raw))
-        if hasattr(hint, "_fields") and len(raw) <= len(hint._fields):
-            return decode_fields(hint, dict(zip(hint._fields, raw, strict=False)))
+    elif hasattr(hint, "_fields") and isinstance(raw, _LISTS) and len(raw) <= len(hint._fields):
+        return decode_fields(hint, dict(zip(hint._fields, raw, strict=False)))
+    elif isinstance(hint, type) and is_dataclass(hint) and isinstance(raw, Mapping):
+        return decode_fields(hint, raw)
     raise ValueError(f"{raw!r} is no {getattr(hint, '__name__', hint)}")
+
+
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 @cache
