@@ -274,7 +274,9 @@ def _prepare_anew(
         elif text_files is None:
             corpus = default_corpus()
         else:
-            corpus = Corpus(read_documents(text_files, stage / "cache", log), _name_files(text_files))
+            names, more = ", ".join(Path(file).name for file in text_files[:3]), len(text_files) - 3
+            source = names + (f" and {more} more files" if more > 0 else "")
+            corpus = Corpus(read_documents(text_files, stage / "cache", log), source)
         tokenizer = given or _train(corpus, request["vocab_size"])
         meta = _build(stage, corpus, tokenizer, request, workers, log)
         _publish(stage, directory)
@@ -342,21 +344,13 @@ def _given_corpus(documents: Iterable[Mapping[str, Any]], stage: Path) -> Corpus
     return Corpus(from_stream(documents, stage / "stream.arrow"), "a stream of documents")
 
 
-def _name_files(text_files: Sequence[StrPath]) -> str:
-    names = [Path(file).name for file in text_files]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
-
-
 def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
     table = corpus.documents.data  # of which the documents may be a selection
     size = table.nbytes * len(corpus.documents) // max(len(table), 1)
     every = max(1, -(-size // TRAINING_BYTES))
-    return train_tokenizer(_texts(corpus), vocab_size, every=every)
-
-
-def _texts(corpus: Corpus) -> Iterator[str]:
-    for batch in corpus.documents.iter(batch_size=DOCUMENTS_PER_BATCH):
-        yield from filter(has_text, batch["text"])
+    batches = corpus.documents.iter(batch_size=DOCUMENTS_PER_BATCH)
+    texts = (text for batch in batches for text in batch["text"] if has_text(text))
+    return train_tokenizer(texts, vocab_size, every=every)
 
 
 def _write_tokens(encoded: Iterable[list[np.ndarray]], path: Path) -> tuple[array[int], str]:

@@ -445,25 +445,21 @@ class Bucketed:
         if self._rounding is not None:
             self._rounding.advance(microbatches)
 
-    def _grid(self) -> dict[str, Any]:
-        """Return the part of the state that exact reduction adds."""
-        return {} if self._rounding is None else {"grid": self._rounding.state()}
-
-    def _load_grid(self, state: Mapping[str, Any]) -> None:
-        if self._rounding is not None:
-            self._rounding.load(state.get("grid"))
-
     def _rest(self, scheduler: Any) -> dict[str, Any]:
         """Return the part of the state that is neither the model's nor the optimizer's."""
         rest = {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
         unsaved = self._buffers.unsaved()
-        rest |= self._grid() | ({"buffers": dict(unsaved)} if unsaved else {})
+        if self._rounding is not None:
+            rest["grid"] = self._rounding.state()
+        if unsaved:
+            rest["buffers"] = dict(unsaved)
         config: Any = getattr(self._model, "config", None)
         return rest | ({MODEL_CONFIG: json.loads(config.to_json_string())} if hasattr(config, "to_json_string") else {})
 
     def _load_rest(self, state: Mapping[str, Any], scheduler: Any) -> None:
         """Inverse of :meth:`_rest`, after the model was loaded."""
-        self._load_grid(state)
+        if self._rounding is not None:
+            self._rounding.load(state.get("grid"))
         if scheduler is not None:
             scheduler.load_state_dict(state["scheduler"])
         self._buffers.load(state.get("buffers", {}))

@@ -148,7 +148,8 @@ class Buffers:
                 raise EngineError(
                     f"{entry} got another shape or type in forward, so it cannot be kept equal in all groups"
                 )
-        changes = [_changes(entries, dtype) for entries, dtype in _kinds(self._floats, self._integers)]
+        kinds = ((self._floats, torch.float32), (self._integers, torch.int64))
+        changes = [_changes(entries, dtype) for entries, dtype in kinds if entries]
         change = torch.cat([change.to(total) for change in changes])
         pairs = zip(self._merged, self._uncounted, strict=True)
         written = total.new_tensor([entry.written or uncounted for entry, uncounted in pairs])
@@ -210,11 +211,6 @@ class Buffers:
 def _can_be_merged(tensor: torch.Tensor) -> bool:
     real = tensor.is_floating_point() or tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
     return real and tensor.numel() <= LARGEST and tensor.layout == torch.strided
-
-
-def _kinds(floats: list[_Entry], integers: list[_Entry]) -> list[tuple[list[_Entry], torch.dtype]]:
-    kinds = ((floats, torch.float32), (integers, torch.int64))
-    return [(entries, dtype) for entries, dtype in kinds if entries]
 
 
 def _changes(entries: list[_Entry], dtype: torch.dtype) -> torch.Tensor:

@@ -27,7 +27,8 @@ def section(cluster: Cluster, estimate: Estimate) -> Section:
     if policy in ("stacked_quota", "spare", "replication"):
         found["redundancy"] = estimate.redundancy
     if policy in ("stacked_quota", "spare"):
-        found["placement"] = _placement(cluster.groups, estimate.redundancy)
+        golomb = estimate.redundancy <= largest_redundancy(cluster.groups)
+        found["placement"] = "full" if estimate.redundancy == cluster.groups else "golomb" if golomb else "consecutive"
     if 4 * cluster.microbatch_s > REPORT_TIMEOUT_S:
         found["detector"] = {"report_timeout_s": float(ceil(4 * cluster.microbatch_s))}
     found["checkpoint"] = {"period_s": float(f"{estimate.period_s:.3g}")}
@@ -131,9 +132,3 @@ def _of_job(cluster: Cluster, estimate: Estimate) -> str:
             f"this policy, every {duration(cluster.job_mtbf_s)}"
         )
     return "failures of the whole job (fabric, file system) are left out; --job-mtbf-hours takes them into account"
-
-
-def _placement(groups: int, redundancy: int) -> str:
-    if redundancy == groups:
-        return "full"
-    return "golomb" if redundancy <= largest_redundancy(groups) else "consecutive"

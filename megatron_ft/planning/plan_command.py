@@ -108,7 +108,9 @@ def run(options: argparse.Namespace) -> int:
 
         plan_plots.plan_plot(described, plan, options.plot)
     if options.out:
-        _write(options.out, pasted, hints)
+        if pasted is None:
+            raise ConfigError(f"there is no section to write to {options.out}: {hints[0]}")
+        options.out.write_text(json.dumps(pasted, indent=2) + "\n", encoding="utf-8")
     share = inputs.share(options.wrong_share)
     if options.json:
         verified = None if share is None else [asdict(one) for one in verified_share.choices(described, share)]
@@ -141,9 +143,3 @@ def _print(
         print(json.dumps(pasted, indent=2))  # not through rich, which would break lines
     for hint in hints:
         console.print(f"# {escape(hint)}", soft_wrap=True)
-
-
-def _write(path: Path, pasted: config_section.Section | None, hints: list[str]) -> None:
-    if pasted is None:
-        raise ConfigError(f"there is no section to write to {path}: {hints[0]}")
-    path.write_text(json.dumps(pasted, indent=2) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
     times, lost_s = _times(record)
     wall_s = sum(times.values())
     numbers, durations = record.steps.numbers, sorted(record.steps.durations)
+    slow = math.ceil(0.99 * len(durations)) - 1
     tokens = sum(record.steps.tokens)
     saved = record.events("checkpoint")
     state = run_state.of(record.lines.others, record.groups)
@@ -40,7 +41,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "time_s": times,
         "short_handed_s": lost_s,
         "goodput": times["training"] / wall_s if wall_s else None,
-        "step_s": {"median": median(durations), "p99": _percentile(durations, 0.99)} if durations else None,
+        "step_s": {"median": median(durations), "p99": durations[slow]} if durations else None,
         "tokens": tokens or None,
         "tokens_per_s": tokens / wall_s if tokens and wall_s else None,
         "losses": len(record.faults),
@@ -141,10 +142,6 @@ def _ended(record: RunRecord, state: run_state.RunState) -> str:
     else:
         said = f"all {line['step'] + 1} steps are done" if line["event"] == "end" else f"stopped: {line['reason']}"
     return "; ".join([said, *state.not_saved])
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def _duration(seconds: float) -> str:

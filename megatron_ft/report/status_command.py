@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.report.progress import Event, Progress
+from megatron_ft.report.progress import Progress
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.utils import directory_lock, shared_file, steady_clock, terminal
 
@@ -49,7 +49,8 @@ class Status:
             if event["event"] == "stop":
                 told = self._end()
             if told:
-                self._events.append(f"{_time(event)}  {told}")
+                at = time.strftime("%m-%d %H:%M:%S", time.localtime(event["t"]))
+                self._events.append(f"{at}  {told}")
         return not self._progress.state.over and lives
 
     def lines(self) -> list[str]:
@@ -89,10 +90,6 @@ class Status:
 
     def _lives(self) -> bool | None:
         return directory_lock.lives(self._run_dir, directory_lock.RUN)
-
-
-def _time(event: Event) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(event["t"]))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
