@@ -275,7 +275,9 @@ def test_a_run_that_ends_on_a_full_disk_says_which_checkpoint_is_the_newest(tmp_
             "train.py raised OSError: [Errno 28] No space left on device: 'model.pt' (line",
             id="exception",
         ),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "ended with SIGKILL", id="out of memory"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)", "ended with SIGKILL", id="out of memory", marks=pytest.mark.long
+        ),
         pytest.param("sys.exit(2)", "ended with exit code 2", id="exit code 2", marks=pytest.mark.long),
         pytest.param(
             'raise CheckpointError("model.pt is not written")',

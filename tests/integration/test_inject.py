@@ -184,6 +184,7 @@ def test_an_injector_that_is_told_to_end_withdraws_its_orders(tmp_path, data_dir
     assert not run.events("fault")
 
 
+@pytest.mark.long
 def test_a_slow_group_is_not_lost(tmp_path, data_dir, long_reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
     run, gate = start(tmp_path, data_dir, FIRST)

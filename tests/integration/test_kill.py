@@ -43,10 +43,7 @@ STORIES = {
 }
 IN_CI = (
     "in a forward; in a backward; in the last all-reduce",
-    "in the first all-reduce; during the update",
-    "a second one after its report on the first",
     "a second one while the new communicator is built",
-    "all but one, one after the other",
     "after the last step",
 )
 

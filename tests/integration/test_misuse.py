@@ -205,7 +205,7 @@ def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
     assert not living_ranks(run.process.pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_signal_to_the_agent_ends_every_rank(tmp_path, data_dir, number):
     run = support.start(tmp_path / "run", data_dir, steps=100_000)
     support.wait_for_step(run, 2)

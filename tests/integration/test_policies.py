@@ -45,6 +45,7 @@ def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_d
     assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
+@pytest.mark.long
 def test_with_drop_a_group_that_had_given_all_counts_in_its_last_step(tmp_path, data_dir):
     """The others hold all buckets of the step in which it is lost, and a replay comes to the same."""
     hold, *others = (Breakpoint(group, 3, "gate") for group in (2, 0, 1, 3))

@@ -47,8 +47,6 @@ STORIES = {
 IN_CI = (
     "a follower, in the all-reduce of the first bucket it owns",
     "a leader before anything is connected, and the others compute its part",
-    "a follower while the new communicators are built",
-    "after the last step",
 )
 
 

@@ -16,12 +16,10 @@ from tests import support
 from tests.stores import parent_of, store_of
 from tools import proc
 
+FROZEN = {"in an all-reduce": Breakpoint(2, 3, "reduce", 1), "the writer, before it wrote": Breakpoint(0, 3, "update")}
 
-@pytest.mark.parametrize(
-    "hold",
-    [Breakpoint(2, 3, "reduce", 1), Breakpoint(0, 3, "update")],
-    ids=["in an all-reduce", "the writer, before it wrote"],
-)
+
+@pytest.mark.parametrize("hold", support.first_of(FROZEN, "the writer, before it wrote"))
 def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference, hold):
     """The agent of the group sees it stopped; no other group waits for a timeout of a collective or a report (hard
     case 18)."""
