@@ -3,9 +3,11 @@
 from statistics import mean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core.replication.placement import consecutive
+from megatron_ft.core.scheduling.assignment import least_load
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import Cluster, closed_forms, evaluate
 from megatron_ft.simulation.training.failures import Stream
@@ -74,6 +76,19 @@ def test_one_seed_gives_the_same_bytes_and_two_trials_differ():
             == repr(simulate(setting, policy, 1))
             != repr(simulate(setting, policy, 2))
         )
+
+
+@example(2, [4, 5, 6, 5])
+@given(st.integers(2, 4), st.lists(st.integers(0, 11), max_size=40))
+def test_a_load_that_is_kept_through_losses_and_returns_is_that_of_the_plan(r, changes):
+    """Also while shards have no host."""
+    setting = Setting(cluster=small(microbatches=3), redundancy=r, placement="consecutive", hosted=True)
+    model, place = POLICIES["stacked_quota_rejoin"](setting), consecutive(12, r)
+    for group in changes:
+        model.lose([group]) if group in model.live else model.rejoin(group)
+        if not model.live:
+            return
+        assert model.stacks() == least_load(12, 3, model.live, place) / 3
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"replication"}))
