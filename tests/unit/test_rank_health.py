@@ -215,6 +215,20 @@ def test_an_agent_that_was_killed_leaves_no_pulses_behind_for_long(tmp_path):
     assert not its.exists() and mine.is_dir() and other.is_dir()
 
 
+def test_an_agent_reads_all_that_a_rank_writes_into_its_pulse(tmp_path):
+    path = tmp_path / "pulse"
+    progress_counters.create(path)
+    rank = progress_counters.ProgressCounters(path)
+    has = lambda: (progress_counters.has_seat(path), progress_counters.has_state(path))  # noqa: E731
+    assert progress_counters.read(path) == (0, 0, "outside", 0) and has() == (False, False)
+    for write in (*[rank.beat] * 3, *[rank.advance] * 2, rank.dataset, rank.take_state):
+        write()
+    rank.enter("waiting")
+    assert progress_counters.read(path) == (3, 2, "waiting", 1) and has() == (False, True)
+    rank.take_seat()
+    assert has() == (True, True)
+
+
 CHILD = """
 import ctypes, select, sys, time
 from pathlib import Path
