@@ -127,7 +127,8 @@ class TorchPipeline(DTensorBucketed, Staged):
         if self._run[0] == count:
             return self._run
         own = [(self._kind, number) for number in (count, count - 1) if number]
-        simpler = [(kind, number) for kind in self._others() for number in range(count, 0, -1)]
+        others = (ScheduleLoopedBFS, ScheduleZBVZeroBubble) if self._several else (ScheduleGPipe,)
+        simpler = [(kind, number) for kind in others for number in range(count, 0, -1)]
         for kind, number in own + simpler:
             if (schedule := self._made(kind, number)) is not None:
                 self._run = number, schedule
@@ -136,9 +137,6 @@ class TorchPipeline(DTensorBucketed, Staged):
             f"neither {self._kind.__name__} nor a simpler schedule can run {count} microbatches over these stages; choose "
             f"another schedule"
         )
-
-    def _others(self) -> tuple[type[Any], ...]:
-        return (ScheduleLoopedBFS, ScheduleZBVZeroBubble) if self._several else (ScheduleGPipe,)
 
     def _made(self, kind: type[Any], count: int) -> Any:
         stages = self._stages if self._several else self._stages[0]

@@ -23,7 +23,8 @@ _DIGITS = 6
 
 def policy_table(cluster: Cluster, plan: Recommendation) -> FittedTable:
     """Return a table with one row per policy, fastest first."""
-    names = ["r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost", *["cost\nlost"] * _priced(cluster)]
+    names = ["r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost"]
+    names += [] if cluster.price_per_gpu_hour is None else ["cost\nlost"]
     least = {"J": 3, "A": 2, "mu": 1}
     columns = [Column("policy"), *(Column(name, right=True, last=least.get(name, 0)) for name in names)]
     rows = [_row(cluster, estimate) for estimate in plan.estimates]
@@ -144,7 +145,3 @@ def large(value: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if isfinite(value) else "-"
-
-
-def _priced(cluster: Cluster) -> bool:
-    return cluster.price_per_gpu_hour is not None
