@@ -18,7 +18,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 from megatron_ft.auth import secret
 from megatron_ft.collectives import base
 from megatron_ft.data import prepare
-from tests import support
+from tests import launches, support
 
 _DURATIONS = Path(__file__).parent / "durations.json"
 _RECORDED_S = 1.0
@@ -76,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = 100 if config.getoption("--long") == "all" else 20
     settings.register_profile("untimed", deadline=None, max_examples=examples)
     settings.load_profile("untimed")
+    config.pluginmanager.register(launches.Counter(config))
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder())
 

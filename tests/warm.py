@@ -33,6 +33,7 @@ from typing import IO, Any
 
 from megatron_ft.agent import forkserver, rank_bootstrap
 from megatron_ft.utils import file_descriptors
+from tests import launches
 from tools.netlab import Network
 
 _LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
@@ -108,6 +109,7 @@ class _Client:
         """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to these files; without the second,
         both to the first. ``network``: the name of its network namespace, if not this process's."""
         arguments = [*map(str, arguments)]
+        launches.note(arguments)
         asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd), "network": network}
         request = json.dumps(asked).encode()
         output, says = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
