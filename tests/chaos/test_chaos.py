@@ -19,7 +19,7 @@ from tests.chaos.judge import judge
 from tests.chaos.plan import OTHERS, SHORT, draw
 from tests.chaos.play import Played
 
-OFTEN = ("1421", "1423")
+OFTEN = ("1423",)
 SEEDS = {str(seed): seed for seed in (*SHORT, 1414, 1417, 1418, 1419, 1420, 1422)}
 
 

@@ -61,7 +61,12 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"), [pytest.param("hugging face", 0, marks=pytest.mark.long), ("hugging face", 1), ("blend", 0)]
+    ("kind", "workers"),
+    [
+        pytest.param("hugging face", 0, marks=pytest.mark.long),
+        pytest.param("hugging face", 1, marks=pytest.mark.long),
+        ("blend", 0),
+    ],
 )
 def test_a_lost_group_changes_no_bit(tmp_path, data, kind, workers):
     script = tmp_path / "train.py"

@@ -205,6 +205,7 @@ def plain(tmp_path, data_dir, ranks: int, engine: dict) -> support.Run:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "ranks"), [pytest.param(0, 1, marks=pytest.mark.long), (1, 2)])
 def test_a_plain_engine_trains_what_plain_pytorch_trains(tmp_path, data_dir, native, stage, ranks):
     """The data-parallel ranks of the engine are inside the group."""

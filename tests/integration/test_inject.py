@@ -123,6 +123,7 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
     assert not run.events("store") and not run.events("fault")
 
 
+@pytest.mark.long
 def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_reference):
     """The store is killed twice, and each time a rank dies afterwards; the last group must not be struck, the store
     may be."""

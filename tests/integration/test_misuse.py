@@ -128,6 +128,7 @@ def test_a_script_that_raises_at_import(tmp_path):
     one_line(said, "bad.py", "ModuleNotFoundError", "no_such_module", "line 2")
 
 
+@pytest.mark.long
 def test_a_script_with_a_syntax_error(tmp_path):
     code, said = launch(tmp_path / "run", script(tmp_path / "bad.py", "def f(:\n"))
     assert code == 1
@@ -178,7 +179,9 @@ for step in session.steps({"0": 3, "1": OTHER}[os.environ["DIFFERS"]]):
 """
 
 
-@pytest.mark.parametrize(("differs", "other"), [("RANK", 2), ("MEGATRON_FT_GROUP", 4)])
+@pytest.mark.parametrize(
+    ("differs", "other"), [("RANK", 2), pytest.param("MEGATRON_FT_GROUP", 4, marks=pytest.mark.long)]
+)
 def test_ranks_or_groups_that_disagree_on_the_number_of_steps_make_no_step(tmp_path, differs, other):
     path = script(tmp_path / "s.py", DISAGREE.replace("OTHER", str(other)).replace("DIFFERS", differs))
     code, said = launch(tmp_path / "run", path, extra=("--ranks-per-group", 1 + (differs == "RANK")))

@@ -103,14 +103,7 @@ RULES = {
 """Four groups with 4 microbatches each."""
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory, data_dir):
-    run = support.start(tmp_path_factory.mktemp("reference") / "run", data_dir)
-    run.check()
-    return run
-
-
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("rules", support.first_of({name: name for name in RULES}, "spare", "recover"))
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, id="one rank", marks=pytest.mark.long), pytest.param(2, id="two ranks")]
 )

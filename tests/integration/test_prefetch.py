@@ -131,6 +131,7 @@ def test_a_group_that_prefetches_only_its_share_fetches_what_it_takes_over(
     assert recovery["unhosted"] == (PER_GROUP if "redundancy" in changes else 0)
 
 
+@pytest.mark.long
 def test_a_dataset_that_draws_from_the_global_generators_changes_nothing(tmp_path, data_dir, reference, script):
     """Its draws are not those of dropout, and in a thread beside training they would be: it stays in the training
     thread."""

@@ -161,7 +161,12 @@ if env.group == 1:
     ("text", "starts", "words"),
     [
         (DIES, 2, ["started again 2 times within an hour", "restarts_per_hour is 2", "SIGKILL"]),
-        (FAILS, 1, ["failed before its first step twice, in the same words", "OSError: no such file"]),
+        pytest.param(
+            FAILS,
+            1,
+            ["failed before its first step twice, in the same words", "OSError: no such file"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["killed", "by an exception"],
 )

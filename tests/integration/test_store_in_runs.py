@@ -81,7 +81,8 @@ def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, firs
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
 
 
-@pytest.mark.parametrize("point", ["recover", pytest.param("connect", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["recover", "connect"])
 def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, reference, point):
     """A survivor is held after it has published its report, or before it builds the new communicator."""
     dies, waits = Breakpoint(1, 4, "reduce", 1), Breakpoint(2, 4, point)
