@@ -16,12 +16,20 @@ count = 0
 _counts = True
 
 
-def note(arguments: Sequence[object]) -> None:
-    """Count a command line if it launches a run; the further hosts of a run do not count."""
+def note(arguments: Sequence[object]) -> bool:
+    """Count a command line if it launches a run; the further hosts of a run do not count. Return whether it counts."""
     global count
     words = [*map(str, arguments)]
-    if "launch" in words and ("--host-rank" not in words or words[words.index("--host-rank") + 1] == "0"):
-        count += _counts
+    first = "--host-rank" not in words or words[words.index("--host-rank") + 1] == "0"
+    counts = _counts and first and "launch" in words
+    count += counts
+    return counts
+
+
+def refused() -> None:
+    """Take back a launch that was counted: it, or its script, was refused."""
+    global count
+    count -= 1
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:

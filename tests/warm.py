@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_ft.agent import forkserver, rank_bootstrap
+from megatron_ft.errors import FTError
 from megatron_ft.utils import file_descriptors
 from tests import launches
 from tools.netlab import Network
@@ -48,6 +49,7 @@ class Launched:
 
     def __init__(self, arguments: Sequence[str], pid: int, output: int | None, status: int) -> None:
         self.args, self.pid, self.returncode = arguments, pid, None
+        self._counts = launches.note(arguments)
         self.stdout = None if output is None else os.fdopen(output, encoding="utf-8", errors="replace")
         self._status, self._said = os.fdopen(status, "rb", buffering=0), b""
 
@@ -88,6 +90,8 @@ class Launched:
             word = self._status.read(_STATUS.size)
             self._status.close()
             self.returncode = os.waitstatus_to_exitcode(*_STATUS.unpack(word)) if word else -signal.SIGKILL
+            if self._counts and self.returncode == FTError.exit_code:
+                launches.refused()
         return self.returncode
 
 
@@ -109,7 +113,6 @@ class _Client:
         """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to these files; without the second,
         both to the first. ``network``: the name of its network namespace, if not this process's."""
         arguments = [*map(str, arguments)]
-        launches.note(arguments)
         asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd), "network": network}
         request = json.dumps(asked).encode()
         output, says = (None, os.dup(stdout.fileno())) if stdout else os.pipe()

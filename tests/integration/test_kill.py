@@ -87,6 +87,7 @@ def test_lost_microbatches_are_taken_over_by_the_survivors(tmp_path, data_dir, r
     assert all(line["live"] == [0, 1, 3] for line in after)
 
 
+@pytest.mark.long
 def test_the_failure_free_run_ends_alike_twice(tmp_path, data_dir, reference):
     run = support.start(tmp_path / "run", data_dir)
     run.check(reference)

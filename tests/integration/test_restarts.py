@@ -113,6 +113,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.long
 def test_a_group_that_is_killed_twice_is_started_twice(tmp_path):
     run = start(tmp_path, per_group=2)
     before = [run.said(group, position=position) for group in range(GROUPS) for position in range(2)]
