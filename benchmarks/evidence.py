@@ -65,7 +65,7 @@ KEPT = dict([
             *_paths("collectives/gloo_communicator.py collectives/two_level_communicator.py"),
             *_paths("collectives/chained_operations.py")),
     _result("fsdp_reduce", "benchmarks/fsdp_reduce.py", "benchmarks/engines.py"),
-    _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines")),
+    _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines data/batch_digest.py")),
     _result("recovery", "benchmarks/recovery.py --trials 5 --default-trials 1",
             "benchmarks/recovery_ours.py", *MODEL, *RUN),
     _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
