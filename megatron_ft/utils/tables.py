@@ -27,7 +27,8 @@ class Column:
     Attributes:
         name: the heading.
         right: True for numbers.
-        last: among the columns that do not fit, the one with the largest number is left out first; 0: never.
+        last: among the columns that do not fit, the one with the largest number is left out first, but not the last one;
+            0: never.
         least: least width, for texts of many short words.
     """
 
@@ -72,7 +73,7 @@ class FittedTable:
         shown = list(range(len(self.columns)))
         while (widths := self._widths(shown, options.max_width)) is None:
             optional = [place for place in shown if self.columns[place].last]
-            if not optional:
+            if not optional or len(shown) == 1:
                 yield from self._paragraphs()
                 break
             shown.remove(max(optional, key=lambda place: self.columns[place].last))
