@@ -8,6 +8,7 @@ from megatron_ft.auth.handshake import Door
 from tests import fuzz
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", [300, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_random_input_costs_no_memory_no_thread_and_no_service(name, inputs):

@@ -49,6 +49,7 @@ def test_hosts_hear_each_other(hosts):
     assert all(host.anybody_heard() for host in hosts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["127.0.0.{}", pytest.param("::1", marks=pytest.mark.long)])
 def test_a_flood_of_a_stranger_does_not_reach_the_buffer_while_all_hosts_are_heard(family):
     hosts = [HeartbeatService(family.format(number + 1), number, KEY, 5.0) for number in range(3)]

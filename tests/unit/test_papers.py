@@ -83,6 +83,7 @@ def misses(placement, samples: int) -> tuple[float, int]:
     return float(np.mean(missed)), len(missed)
 
 
+@pytest.mark.slow
 def test_golomb_reaches_the_lower_bound_of_S_where_consecutive_offsets_miss_it():
     """SPARe section 4 against its own text, N = 600, r = 8: Golomb reaches c(k) in 99.8%, consecutive misses 23%.
 
@@ -124,6 +125,7 @@ def load(N: int, live: list[int], placement) -> float:
     return max(map(len, plan_step(0, N, 16, live, placement).assignment.values())) / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("N", "r", "dead", "published", "published_consecutive", "samples"),
     [

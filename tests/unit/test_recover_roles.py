@@ -28,6 +28,7 @@ def planned(any_plan):
     return sorted(m for own in any_plan.assignment.values() for m in own)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(clusters, st.data())
 def test_B_is_constant_under_any_sequence_of_failures(cluster, data):

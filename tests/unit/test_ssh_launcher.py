@@ -181,6 +181,7 @@ def test_an_agent_has_its_session_directory_and_environment_and_leaves_its_exit_
     assert (where, x, y) == (str(tmp_path.resolve()), "x", "y") and int(session) != os.getsid(0)
 
 
+@pytest.mark.slow
 def test_a_living_agent_is_not_started_twice_and_ends_on_request(agent, tmp_path):
     first = agent(FOREVER)
     await_(lambda: said(first)["pid"], "it runs")

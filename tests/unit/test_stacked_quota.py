@@ -201,6 +201,7 @@ def test_an_unhosted_shard_goes_to_any_group_and_is_fetched():
     assert fetched(plan.of(0), 0, None) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [200, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.3])
 def test_the_load_is_the_ideal_one(groups, share):
