@@ -168,7 +168,7 @@ def play(
         if agent.poll():
             raise RuntimeError(f"{section} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
         # A group that is killed after the last step, while its script writes the loss, is no loss of training.
-        return agent.poll() is not None or watched.poll().ended
+        return agent.poll() is not None or watched.poll().closing is not None
 
     try:
         while not (begun := common.of(history.read(run_dir), "step")):
