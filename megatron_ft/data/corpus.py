@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -37,22 +36,6 @@ class Corpus:
     source: str
 
 
-@contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Suppress progress bars and log lines of HF ``datasets`` inside the block, and restore the caller's settings."""
-    from datasets.utils import logging
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def read_documents(files: Sequence[StrPath], cache_dir: StrPath, log: Callable[[str], object] = print) -> Dataset:
     """Read text files into one ``datasets.Dataset`` with the single column "text" (string), in the order given.
 
@@ -72,17 +55,16 @@ def read_documents(files: Sequence[StrPath], cache_dir: StrPath, log: Callable[[
         text_files.check_file(path)
     Path(cache_dir).mkdir(exist_ok=True)
     parts = []
-    with quiet_datasets():
-        for number, path in enumerate(paths):
-            arrow = Path(cache_dir) / f"{number}.arrow"
-            part = _saved(path) if path.is_dir() else _to_arrow(text_files.texts(path), arrow)
-            if len(part):
-                parts.append(column_of_text(part, str(path), arrow))
-            else:
-                log(f"{path}: has no rows, it is left out")
-        if not parts:
-            raise DataError(f"{', '.join(map(str, paths))}: no rows, and so no text: check how they were written")
-        return concatenate_datasets(parts)
+    for number, path in enumerate(paths):
+        arrow = Path(cache_dir) / f"{number}.arrow"
+        part = _saved(path) if path.is_dir() else _to_arrow(text_files.texts(path), arrow)
+        if len(part):
+            parts.append(column_of_text(part, str(path), arrow))
+        else:
+            log(f"{path}: has no rows, it is left out")
+    if not parts:
+        raise DataError(f"{', '.join(map(str, paths))}: no rows, and so no text: check how they were written")
+    return concatenate_datasets(parts)
 
 
 def _saved(path: Path) -> Dataset:
@@ -128,16 +110,24 @@ def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
 
 
 def _texts_of_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[str | None]:
-    for number, row in enumerate(_until_it_fails(rows)):
-        text = row.get("text", 0) if isinstance(row, Mapping) else 0
-        if not isinstance(text, str | None):
-            raise DataError(
-                f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
-                '{"text": ...}, e.g. by rename_column'
-            )
-        if text is not None and not text_files.is_unicode(text):
-            raise DataError(f"document {number} of the stream has half of a surrogate pair: encode its text again")
-        yield text
+    """Yield the texts. An ``OSError`` of the rows is raised as ``DataError``, as it says nothing about the prepared
+    directory."""
+    number = -1
+    try:
+        for number, row in enumerate(rows):
+            text = row.get("text", 0) if isinstance(row, Mapping) else 0
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
+                    '{"text": ...}, e.g. by rename_column'
+                )
+            if text is not None and not text_files.is_unicode(text):
+                raise DataError(f"document {number} of the stream has half of a surrogate pair: encode its text again")
+            yield text
+    except OSError as error:
+        raise DataError(
+            f"the stream of documents failed after {number + 1} of them ({error!r}), nothing of it is used: prepare again"
+        ) from error
 
 
 def _to_arrow(texts: Iterable[str | None], path: Path) -> Dataset:
@@ -162,22 +152,6 @@ def _to_arrow(texts: Iterable[str | None], path: Path) -> Dataset:
                 chars = 0
         write()
     return Dataset.from_file(str(path))
-
-
-def _until_it_fails(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. An ``OSError`` of theirs is raised as ``DataError``: it says nothing about the prepared directory."""
-    number, iterator = 0, iter(rows)
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except OSError as error:
-            raise DataError(
-                f"the stream of documents failed after {number} of them ({error!r}), nothing of it is used: prepare again"
-            ) from error
-        yield row
-        number += 1
 
 
 def has_text(text: str | None) -> bool:

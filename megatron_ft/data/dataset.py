@@ -37,13 +37,13 @@ from megatron_ft.data.corpus import (
     has_text,
     read_documents,
 )
-from megatron_ft.data.indexed import IGNORED_LABEL, check_ids, index, probed
+from megatron_ft.data.indexed import check_ids, index, packed, probed
 from megatron_ft.data.order import BatchSchedule, sample_indices
 from megatron_ft.data.tokenizer import FILES, Tokenizer, train_tokenizer
 from megatron_ft.data.tokenizer_pool import tokenize
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
-from megatron_ft.utils import cores, lfs_pointer, shared_file
+from megatron_ft.utils import cores, durable_file, lfs_pointer, shared_file
 
 FORMAT_VERSION = 2
 TOKENS, INDEX, META = "tokens.bin", "tokens.idx", "meta.json"
@@ -315,8 +315,8 @@ def _build(
     dtype = token_dtype(tokenizer.vocab_size)
     with closing(tokenize(corpus.documents, tokenizer, dtype, workers, log)) as encoded:
         lengths, tokens_sha256 = _write_tokens(encoded, stage / TOKENS)
-    _write_synced(stage / INDEX, index(lengths, dtype))
-    _write_synced(stage / tokenizer.file_name, tokenizer.model)
+    durable_file.write(stage / INDEX, [index(lengths, dtype)])
+    tokenizer_sha256 = durable_file.write(stage / tokenizer.file_name, [tokenizer.model])["sha256"]
     meta = DatasetMeta(
         format_version=FORMAT_VERSION,
         dtype=dtype.name,
@@ -327,12 +327,12 @@ def _build(
         source=corpus.source,
         tokens_sha256=tokens_sha256,
         tokens_probed=probed(stage / TOKENS),
-        tokenizer_sha256=hashlib.sha256(tokenizer.model).hexdigest(),
+        tokenizer_sha256=tokenizer_sha256,
         request=request,
         eod_token=tokenizer.eod_token,
         tokenizer_file=tokenizer.file_name,
     )
-    _write_synced(stage / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
+    durable_file.write(stage / META, [(json.dumps(asdict(meta), indent=2) + "\n").encode()])
     return meta
 
 
@@ -355,23 +355,14 @@ def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 def _write_tokens(encoded: Iterable[list[np.ndarray]], path: Path) -> tuple[array[int], str]:
     """Write the documents one after the other. Returns their lengths and the sha256 of the file."""
-    lengths, digest = array("i"), hashlib.sha256()
-    with open(path, "wb") as file:
+    lengths = array("i")
+
+    def pieces() -> Iterator[bytes]:
         for documents in encoded:
             lengths.extend(map(len, documents))
-            content = b"".join(tokens.tobytes() for tokens in documents)
-            digest.update(content)
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return lengths, digest.hexdigest()
+            yield b"".join(tokens.tobytes() for tokens in documents)
 
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    return lengths, durable_file.write(path, pieces())["sha256"]
 
 
 def _publish(stage: Path, directory: Path) -> None:
@@ -567,16 +558,7 @@ class PackedDataset:
         """Return the batch of samples, int64 ``[..., seq_len + 1]``. Raises ``DataError`` for an id outside of the
         vocabulary: the file has changed."""
         check_ids(tokens, self.meta.vocab_size, TOKENS)
-        batch = {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
-        if self._says_documents:
-            is_end = batch["input_ids"] == self.meta.eod_id
-            batch["labels"] = np.where(is_end, IGNORED_LABEL, batch["labels"])
-            places = np.broadcast_to(np.arange(self.seq_len), is_end.shape)
-            begins = np.zeros_like(places)
-            begins[..., 1:] = np.where(is_end[..., :-1], places[..., 1:], 0)
-            batch["document_ids"] = np.cumsum(is_end, axis=-1) - is_end
-            batch["position_ids"] = places - np.maximum.accumulate(begins, axis=-1)
-        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+        return packed(tokens, tokens[..., :-1] == self.meta.eod_id if self._says_documents else None)
 
     def __len__(self) -> int:
         """Return the number of samples, each of which :meth:`__getitem__` returns."""

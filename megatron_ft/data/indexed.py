@@ -162,16 +162,10 @@ class IndexedTokens:
         places = np.arange(first, first + self.seq_len + 1)
         found = self._read(places)
         check_ids(found, self._vocab_size, f"{self.prefix}.bin, sample {index}")
-        tokens = torch.from_numpy(found)
-        sample = {"input_ids": tokens[:-1], "labels": tokens[1:]}
-        if self._document_starts is not None:
-            document = np.searchsorted(self._document_starts, places, side="right") - 1
-            is_end = torch.from_numpy(document[:-1] != document[1:])
-            sample["labels"] = tokens[1:].masked_fill(is_end, IGNORED_LABEL)
-            begins = np.maximum(self._document_starts[document[:-1]], first)
-            sample["document_ids"] = torch.from_numpy(document[:-1].astype(np.int64))
-            sample["position_ids"] = torch.from_numpy(places[:-1] - begins)
-        return sample
+        if self._document_starts is None:
+            return packed(found)
+        document = np.searchsorted(self._document_starts, places, side="right")
+        return packed(found, document[:-1] != document[1:])
 
 
 class _OtherTokens(ValueError):
@@ -186,6 +180,23 @@ def check_ids(tokens: np.ndarray, vocab_size: int | None, name: str) -> None:
         wrong = least if least < 0 else largest
         rule = "0 or more" if vocab_size is None else f"in range({vocab_size}), the model's vocabulary"
         raise DataError(f"{name}: has token id {wrong}, ids must be {rule}: use the vocabulary that made these tokens")
+
+
+def packed(tokens: np.ndarray, is_end: np.ndarray | None = None) -> dict[str, torch.Tensor]:
+    """Return what the engine needs of samples, int64 [..., seq_len + 1]: ``input_ids`` and ``labels``, int64 [..., seq_len].
+
+    ``is_end``: which of the first seq_len tokens end a document. The result then also has ``document_ids``, from 0 in each
+    sample, and ``position_ids``, and the label of a document's last token is ``IGNORED_LABEL``.
+    """
+    found = {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
+    if is_end is not None:
+        found["labels"] = np.where(is_end, IGNORED_LABEL, found["labels"])
+        places = np.broadcast_to(np.arange(is_end.shape[-1]), is_end.shape)
+        begins = np.zeros_like(places)
+        begins[..., 1:] = np.where(is_end[..., :-1], places[..., 1:], 0)
+        found["document_ids"] = np.cumsum(is_end, axis=-1) - is_end
+        found["position_ids"] = places - np.maximum.accumulate(begins, axis=-1)
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
 
 
 def probed(path: Path) -> str:

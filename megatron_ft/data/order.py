@@ -14,21 +14,19 @@ import struct
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from megatron_ft.types import Microbatch
 
-_MASK = (1 << 64) - 1
 _ROUNDS = 8
-Words = TypeVar("Words", int, np.ndarray)  # one value, or a uint64 array of them
 
 
-def _mix(value: Words) -> Words:
-    """Scatter a 64-bit word (the splitmix64 finaliser). Scalars and arrays use the same code, so they agree."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+def _mix(value: np.ndarray) -> np.ndarray:
+    """Scatter 64-bit words (the splitmix64 finaliser)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
 
 
@@ -53,7 +51,7 @@ class Permutation:
         digest = blake2b(f"megatron_ft order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         self._keys = struct.unpack(f"<{_ROUNDS}Q", digest)
 
-    def _shuffle_grid(self, value: Words) -> Words:
+    def _shuffle_grid(self, value: np.ndarray) -> np.ndarray:
         rows, columns = self._rows, self._columns
         row, column = value // columns, value % columns
         for number, key in enumerate(self._keys):
@@ -63,15 +61,6 @@ class Permutation:
             else:
                 column = (column + _mix(row ^ key) % columns) % columns
         return row * columns + column
-
-    def __call__(self, position: int) -> int:
-        """Return the value at ``position``. Raises ``ValueError`` outside ``range(n)``."""
-        if not 0 <= position < self.n:
-            raise ValueError(f"position {position} is outside range({self.n})")
-        value = self._shuffle_grid(int(position))
-        while value >= self.n:
-            value = self._shuffle_grid(value)
-        return value
 
     def many(self, positions: np.ndarray) -> np.ndarray:
         """Return the values at an array of positions: int64, same shape. Raises ``ValueError`` outside ``range(n)``."""

@@ -110,7 +110,7 @@ def test_a_sample_says_where_documents_begin(tmp_path):
     dataset = IndexedTokens(tmp_path / "corpus", 10, documents=True)
     assert dataset[0]["document_ids"].tolist() == [0] * 7 + [1] * 3
     assert dataset[0]["position_ids"].tolist() == [*range(7), *range(3)]
-    assert dataset[1]["document_ids"].tolist() == [2] * 10
+    assert dataset[1]["document_ids"].tolist() == [0] * 10
     assert dataset[1]["position_ids"].tolist() == list(range(10))
 
 

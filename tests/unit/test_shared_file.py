@@ -331,7 +331,6 @@ OPENS = {
     "faults/inject_command.py": "a path that the user names",
     "simulation/protocol/explore.py": "a path that the user names",
     "checkpoint/export.py": "in a new directory",
-    "data/dataset.py": "in a new directory with a random name",
     "qualify/training_checks.py": "in a new directory with a random name",
     "agent/forkserver.py": "a pipe",
     "launchers/ssh/remote.py": "the null device",
