@@ -82,25 +82,25 @@ def find(environ: Environ) -> JobEnvironment | None:
 
     Raises ``LaunchError`` for a variable with an impossible value.
     """
-    seen = False
-    for row in _NUMBERED:
-        if all(_value(sign, environ) for sign in row.signs):
-            seen = True
-            found = _read(row, environ)
-            if found.is_shared:
-                return found
-    for row in () if seen else _UNNUMBERED:
-        if all(_value(sign, environ) for sign in row.signs):
-            text = _value(row.hosts, environ)
-            hosts = _number(row.name, row.hosts, text) if text else None
-            if hosts != 1:
-                return JobEnvironment(row.name, hosts, None, remedy=row.remedy)
-    return None
+    rows = [row for row in _NUMBERED if _applies(row, environ)] or [
+        row for row in _UNNUMBERED if _applies(row, environ)
+    ]
+    return next((found for row in rows if (found := _read(row, environ)).is_shared), None)
+
+
+def _applies(row: _Environment, environ: Environ) -> bool:
+    return all(_value(sign, environ) for sign in row.signs)
+
+
+def of(name: str, environ: Environ) -> JobEnvironment | None:
+    """Return what one launcher says, also of a process that is alone; None if it has not started this process."""
+    row = next(row for row in _NUMBERED if row.name == name)
+    return _read(row, environ) if _applies(row, environ) else None
 
 
 def _read(row: _Environment, environ: Environ) -> JobEnvironment:
     hosts, rank, processes, port = (
-        _number(row.name, value, text) if (text := _value(value, environ)) else None
+        number(row.name, value, text) if (text := _value(value, environ)) else None
         for value in (row.hosts, row.rank, row.processes, row.port)
     )
     if hosts is not None and rank is not None and not rank < hosts:
@@ -131,7 +131,8 @@ def _said(value: _Value) -> str:
     return "its number" if callable(value) else value.replace("|", " or ")
 
 
-def _number(name: str, value: _Value, text: str) -> int:
+def number(name: str, value: _Value, text: str) -> int:
+    """Return the number in a variable of launcher ``name``. Raises ``LaunchError``."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise LaunchError(
             f"{name} has set {_said(value)} to {text!r}, which is not a number; give `megatron-ft launch` --hosts H and "

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.utils import shared_file
+from megatron_ft.utils.deadline import Call
 
 MAX_S = 30.0
 PREFIX = ".megatron_ft-doctor"
@@ -38,28 +38,26 @@ def try_out(directory: Path, token: str | None = None) -> dict[str, Any]:
     Returns ``free_bytes``, ``write_bytes_s`` and ``read_bytes_s``, ``no_links`` (why a hard link cannot be made, "" if one
     can), with ``token`` also ``seen`` (the marker file exists); on an error only ``error``.
     """
-    result: dict[str, Any] = {}
-    thread = threading.Thread(target=_try_out, args=(directory, token, result), daemon=True)
-    thread.start()
-    thread.join(MAX_S)
-    return {"error": f"no response within {MAX_S:g} s"} if thread.is_alive() else result
+    found = Call("megatron_ft-doctor-disk", lambda: _try_out(directory, token)).within(MAX_S)
+    return {"error": f"no response within {MAX_S:g} s"} if found.abandoned else found.value
 
 
-def _try_out(directory: Path, token: str | None, result: dict[str, Any]) -> None:
+def _try_out(directory: Path, token: str | None) -> dict[str, Any]:
     try:
         free_bytes = shutil.disk_usage(directory).free
         speeds = [_speed(directory / f"{PREFIX}.{uuid.uuid4().hex}") for _ in range(_ATTEMPTS)]
         # The best ones, because other jobs use the disk, too.
         write_bytes_s, read_bytes_s = (max(column) for column in zip(*speeds, strict=True))
-        result |= {"free_bytes": free_bytes, "write_bytes_s": write_bytes_s, "read_bytes_s": read_bytes_s}
+        result = {"free_bytes": free_bytes, "write_bytes_s": write_bytes_s, "read_bytes_s": read_bytes_s}
         result["no_links"] = _no_links(directory / f"{PREFIX}.{uuid.uuid4().hex}")
         if token is not None:
             end = time.monotonic() + _VISIBLE_S
             while not (seen := _exists(marker(directory, token))) and time.monotonic() < end:
                 time.sleep(_POLL_S)
             result["seen"] = seen
+        return result
     except OSError as error:
-        result["error"] = error.strerror or str(error)
+        return {"error": error.strerror or str(error)}
 
 
 def _no_links(path: Path) -> str:

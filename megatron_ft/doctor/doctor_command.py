@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ft.audit import deterministic
 from megatron_ft.audit.audit_run import Script
-from megatron_ft.doctor import hosts_check, meeting, run_doctor
+from megatron_ft.doctor import hosts_check, local, meeting
 from megatron_ft.errors import ConfigError
 from megatron_ft.launchers import host_place
 from megatron_ft.utils.terminal import console
@@ -58,9 +58,11 @@ def run(options: argparse.Namespace) -> int:
         return deterministic.run(Script(options.deterministic, options.arguments, Path.cwd()), options.config)
     if options.arguments or options.config:
         raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
+    if not options.factor > 1:
+        raise ConfigError(f"--factor is {options.factor:g} and must be greater than 1; leave it out for the default")
     where = met(options)
     if where is None:
-        return run_doctor(console(), as_json=options.json, directory=options.directory)
+        return local.run_doctor(console(), as_json=options.json, directory=options.directory)
     return hosts_check.run_together(where, console(), options.json, options.factor)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ft.collectives import nccl_watchdog
-from megatron_ft.doctor import disk, versions
+from megatron_ft.doctor import disk
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, OK, WARN, Finding, rate, table
 from megatron_ft.errors import ConfigError
 from megatron_ft.utils import extras
@@ -46,12 +46,13 @@ _TORCH_FACTS = """
 import json, torch, torch.distributed as dist
 cuda = torch.cuda.is_available()
 nccl = dist.is_available() and dist.is_nccl_available()
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
 print(json.dumps({
-    "version": torch.__version__,
-    "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda or "",
     "threads": torch.get_num_threads(),
-    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and nccl else "",
+    "gpus": [{"name": g.name, "memory_bytes": g.total_memory, "capability": f"{g.major}.{g.minor}"} for g in gpus],
+    "nccl": list(torch.cuda.nccl.version()) if cuda and nccl else [],
     "built_with_nccl": nccl,
 }))
 """
@@ -154,15 +155,14 @@ def _base() -> list[Finding]:
     return [_package(name, remedies[name], needed=True) for name in names]
 
 
-def _package(name: str, remedy: str, needed: bool = False, module: str | None = None) -> Finding:
+def _package(name: str, remedy: str, needed: bool = False) -> Finding:
     """Imports the package: one that is installed and cannot be imported is broken."""
-    module = module or name
-    if importlib.util.find_spec(module.split(".")[0]) is None:
+    if importlib.util.find_spec(name) is None:
         return Finding(name, MISSING, "", remedy, needed)
-    _, trouble = _try(f"import {module}")
+    _, trouble = _try(f"import {name}")
     if trouble:
         return Finding(name, BROKEN, trouble, f"reinstall: {remedy}", needed)
-    return Finding(name, OK, versions.package(name, ""), "", needed)
+    return Finding(name, OK, extras.version(name, ""), "", needed)
 
 
 def _try(code: str, *arguments: str, **environment: str) -> tuple[str, str]:
@@ -177,16 +177,23 @@ def _try(code: str, *arguments: str, **environment: str) -> tuple[str, str]:
     return "", (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
 
 
+def torch_facts() -> tuple[dict[str, Any], str]:
+    """Return what torch has, and the error if there is no answer. It is asked in a process of its own: asking CUDA makes a
+    context, which processes that are started later must not inherit."""
+    output, trouble = _try(_TORCH_FACTS)
+    return ({} if trouble else json.loads(output.splitlines()[-1])), trouble
+
+
 def _torch() -> list[Finding]:
     """Imports torch and asks it for GPUs and NCCL."""
     remedy = extras.install("train")
     if importlib.util.find_spec("torch") is None:
         return [Finding("torch", MISSING, "", remedy, needed=True)]
-    output, trouble = _try(_TORCH_FACTS)
+    facts, trouble = torch_facts()
     if trouble:
         return [Finding("torch", BROKEN, trouble, f"reinstall: {remedy}", needed=True)]
-    facts = json.loads(output.splitlines()[-1])
-    details = f"{facts['version']}, built for {facts['built_for']}, {facts['threads']} threads"
+    built_for = f"CUDA {facts['cuda']}" if facts["cuda"] else "CPU"
+    details = f"{facts['torch']}, built for {built_for}, {facts['threads']} threads"
     return [Finding("torch", OK, details, needed=True), _cuda(facts), _nccl(facts), _nccl_environment()]
 
 
@@ -203,7 +210,7 @@ def _nccl_environment() -> Finding:
 
 
 def _cuda(facts: dict[str, Any]) -> Finding:
-    devices = facts["devices"]
+    devices = [gpu["name"] for gpu in facts["gpus"]]
     if not devices:
         return Finding(
             "CUDA",
@@ -221,7 +228,7 @@ def _nccl(facts: dict[str, Any]) -> Finding:
         return Finding(
             "NCCL", MISSING, "torch was built with it, but there is no usable GPU", "install a GPU and its driver"
         )
-    return Finding("NCCL", OK, facts["nccl"])
+    return Finding("NCCL", OK, ".".join(map(str, facts["nccl"])))
 
 
 def _gloo() -> list[Finding]:
@@ -248,7 +255,7 @@ def _deepspeed() -> Finding:
     if importlib.util.find_spec("deepspeed") is None:
         return Finding(name, MISSING, "", remedy)
     _, trouble = _try("from megatron_ft.engines.deepspeed import build")
-    version = f"deepspeed {versions.package('deepspeed', '')}"
+    version = f"deepspeed {extras.version('deepspeed', '')}"
     if trouble:
         return Finding(name, BROKEN, f"{version}: {trouble}", remedy)
     return Finding(name, OK, f"{version}: session.deepspeed")

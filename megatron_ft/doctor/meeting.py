@@ -96,8 +96,6 @@ def find(options: argparse.Namespace) -> Meeting | None:
     by_file = options.job_id is not None and options.directory is not None
     listed = [] if options.hostfile is None else host_place.from_hostfile(options, by_file=by_file)
     hosts, rank, store = options.hosts, options.host_rank, options.store
-    if not options.factor > 1:
-        raise LaunchError(f"--factor is {options.factor:g} and must be greater than 1; leave it out for the default")
     if options.patience_s < 0:
         raise LaunchError(f"--patience-s is {options.patience_s:g} and must be a number of seconds, 0 or more")
     if hosts in (None, 1) and rank in (None, 0) and store is None:
@@ -175,7 +173,9 @@ def with_secret(meeting: Meeting) -> Meeting:
 def listen(meeting: Meeting) -> socket.socket:
     """Returns the socket at which host 0 listens. Raises ``LaunchError``."""
     host, port = meeting.store or (meeting.address or net.own_address(meeting.target), 0)
-    own = meeting.address or _resolved(host, port)
+    own = meeting.address or next(iter(net.of(host)), None)
+    if own is None:
+        raise LaunchError(f"--store: the name {host} has no address on this host; correct it")
     if net.is_loopback(own) and not net.names_this_machine(host):
         own = net.address_for(host, 0, meeting.target)
     try:
@@ -191,13 +191,6 @@ def listen(meeting: Meeting) -> socket.socket:
                 f"on the host that has it, or give --address where {host} only forwards connections"
             ) from None
         raise LaunchError(f"host 0 cannot listen on {where}: {error.strerror or error}") from None
-
-
-def _resolved(host: str, port: int) -> str:
-    try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise LaunchError(f"--store: the name {host} has no address on this host ({error}); correct it") from None
 
 
 @contextlib.contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 import megatron_ft
 from megatron_ft.doctor.doctor_report import OK, Finding
+from megatron_ft.utils import extras
 
 NONE = "none"
 NEEDED = frozenset({"python", "torch", "megatron_ft", "NCCL", "GPUs"})
@@ -23,19 +23,11 @@ def here(findings: Sequence[Finding]) -> dict[str, str]:
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "megatron_ft": f"{megatron_ft.__version__}, code {_digest(Path(megatron_ft.__file__).parent)}",
-        **{name: package(name) for name in ("torch", "numpy", "deepspeed")},
+        **{name: extras.version(name) for name in ("torch", "numpy", "deepspeed")},
         "NCCL": found.get("NCCL", NONE),
         "GPUs": found.get("CUDA", NONE),
         "NVIDIA driver": _driver(),
     }
-
-
-def package(name: str, without: str = NONE) -> str:
-    """Returns the version that pip has installed, without importing the package; ``without`` when there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return without
 
 
 def _driver() -> str:

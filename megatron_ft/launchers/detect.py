@@ -8,9 +8,9 @@ which all hosts share.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from megatron_ft.config import launch_environment
+from megatron_ft.config.launch_environment import JobEnvironment
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers.slurm import commands
 from megatron_ft.utils import hostlist
@@ -19,32 +19,7 @@ FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_
 """Variables that torchrun sets for its own processes; they are removed before ranks are started."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """The place of this host.
-
-    Attributes:
-        name: the launcher or service, for messages.
-        hosts: number of hosts.
-        host_rank: number of this host, from 0.
-        job: name that distinguishes this launch from earlier ones; the same on all hosts; "": unknown.
-        target: an address in the network that the hosts share; the interface that leads there is used. None: unknown.
-        first: name or address of host 0; None: unknown.
-        port: a free port of host 0; 0: unknown.
-        in_pod: whether this is a pod of Kubernetes, where a name may get its address after its pods have begun.
-    """
-
-    name: str
-    hosts: int
-    host_rank: int
-    job: str = ""
-    target: str | None = None
-    first: str | None = None
-    port: int = 0
-    in_pod: bool = False
-
-
-def find(environ: Mapping[str, str]) -> Surroundings | None:
+def find(environ: Mapping[str, str]) -> JobEnvironment | None:
     """Returns None without a launcher, or on a single host.
 
     Raises ``LaunchError`` for several processes on a host, and for hosts that are not numbered.
@@ -64,20 +39,13 @@ def find(environ: Mapping[str, str]) -> Surroundings | None:
             f"{found.name} has {count} for this job, and no variable says which of them this is: {remedy} --hosts H, "
             f"--host-rank K and --store HOST:PORT on each host, or --hosts 1 to train on this host alone"
         )
-    in_slurm = found.name == launch_environment.SRUN
-    return Surroundings(
-        name=f"{found.name}, job {found.job}" if in_slurm else found.name,
-        hosts=found.hosts,
-        host_rank=found.host_rank,
-        job=found.job,
-        target=_other(environ.get("SLURM_STEP_NODELIST", ""), found.host_rank) if in_slurm else found.first,
-        first=found.first,
-        port=found.port,
-        in_pod="KUBERNETES_SERVICE_HOST" in environ,
-    )
+    return found
 
 
-def _other(nodes: str, rank: int) -> str | None:
-    """Returns the address of another node in the list."""
-    other = next((name for number, name in enumerate(hostlist.expand(nodes)) if number != rank), None)
+def target(found: JobEnvironment, environ: Mapping[str, str]) -> str | None:
+    """Returns an address in the network that the hosts share; the interface that leads there is used. None: unknown."""
+    if found.name != launch_environment.SRUN:
+        return found.first
+    nodes = hostlist.expand(environ.get("SLURM_STEP_NODELIST", ""))
+    other = next((name for number, name in enumerate(nodes) if number != found.host_rank), None)
     return None if other is None else commands.node_address(other)

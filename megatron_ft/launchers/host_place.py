@@ -14,7 +14,6 @@ from megatron_ft.config.schema import STORE_WORDS, RunConfig, store_setting
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import detect, hostfile
-from megatron_ft.types import given
 from megatron_ft.utils import net, wait_notice
 from megatron_ft.utils.console import say
 
@@ -67,23 +66,23 @@ def from_surroundings(options: argparse.Namespace, embedded: bool = True) -> Non
     if found is None:
         return
     say(f"host {found.host_rank} of {found.hosts} (found: {found.name})")
-    options.hosts, options.host_rank, options.target = found.hosts, found.host_rank, found.target
+    options.hosts, options.host_rank = found.hosts, found.host_rank
+    options.target = detect.target(found, os.environ)
     options.job_id = options.job_id or found.job or None
     port = options.port or found.port
     if options.store is None and embedded and found.first is not None and port:
-        options.store = net.joined(_first(found, options.address), port)
+        options.store = net.joined(_first(found.first, found.host_rank, options.address), port)
     for name in detect.FOR_ITS_OWN_RANKS:
         os.environ.pop(name, None)
 
 
-def _first(found: detect.Surroundings, address: str | None) -> str:
-    """Returns the name of host 0, once it has an address."""
-    first = given(found.first)
-    if not found.in_pod:
+def _first(first: str, rank: int | None, address: str | None) -> str:
+    """Returns the name of host 0, once it has an address: in Kubernetes a name may get it after its pods have begun."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return first
-    if found.host_rank == 0 and first == "localhost":  # what older training operators tell the first pod
+    if rank == 0 and first == "localhost":  # what older training operators tell the first pod
         return address or net.own_address(None)
-    line = f"host {found.host_rank} waits for the address of {first}, the name of host 0"
+    line = f"host {rank} waits for the address of {first}, the name of host 0"
     deadline = time.monotonic() + MEET_TIMEOUT_S
     with wait_notice.notices(lambda: line, _NOTICE_S):
         while not net.of(first) and time.monotonic() < deadline:

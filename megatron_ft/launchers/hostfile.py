@@ -8,12 +8,11 @@ other hosts, if it is not that of the name. All functions raise ``LaunchError``.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import queue
 import re
 import socket
-import time
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING
 from megatron_ft.errors import LaunchError
 from megatron_ft.types import given
 from megatron_ft.utils import hostlist, net
-from megatron_ft.utils.deadline import Call
 
 if TYPE_CHECKING:
     from megatron_ft.config.schema import RunConfig
@@ -162,22 +160,13 @@ def _same(hosts: list[Host]) -> tuple[str, str, str] | None:
 
 def _resolved(names: list[str]) -> dict[str, list[str]]:
     """Returns the addresses of each name, but none of loopback. Names that are not resolved in time have none here."""
-    words = queue.SimpleQueue[str]()
-    for name in dict.fromkeys(names):
-        words.put(name)
-    found: dict[str, list[str]] = {name: [] for name in names}
-
-    def resolve() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                name = words.get_nowait()
-                found[name] = [address for address in net.of(name) if not net.is_loopback(address)]
-
-    calls = [Call("megatron_ft-resolve", resolve) for _ in range(min(len(found), _RESOLVERS))]
-    deadline = time.monotonic() + _RESOLVE_S
-    for call in calls:
-        call.within(deadline - time.monotonic())
-    return dict(found)
+    pool = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="megatron_ft-resolve")
+    calls = {name: pool.submit(net.of, name) for name in names}
+    done, _ = futures.wait(calls.values(), _RESOLVE_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    # no limit: it does not block: these calls are done
+    found = {name: call.result() if call in done else [] for name, call in calls.items()}
+    return {name: [one for one in its if not net.is_loopback(one)] for name, its in found.items()}
 
 
 def _is_numeric(address: str) -> bool:

@@ -24,8 +24,8 @@ _FROM = f"--ranks-per-group, or {parallelism.STAGES} x {parallelism.SLICES} of t
 
 @dataclass(frozen=True)
 class Found:
-    """The values in the launcher's environment: ``ranks`` on all hosts, ``local`` of them here; ``port`` is free on
-    host 0."""
+    """The values in the launcher's environment: ``ranks`` on all hosts, ``local`` of them here; ``store``: host 0 and a
+    free port there."""
 
     launcher: str
     ranks: int
@@ -33,42 +33,27 @@ class Found:
     local_rank: int
     hosts: int
     host: int
-    address: str
-    port: int
+    store: str
 
 
 def find(env: Mapping[str, str] = os.environ) -> Found:
     """Detects the launcher. Raises ``LaunchError`` when there is none."""
-    if "CROSS_RANK" in env and "LOCAL_SIZE" in env:
-        return _found("deepspeed", env, "LOCAL_SIZE", "CROSS_SIZE", "CROSS_RANK", 0)
-    if "TORCHELASTIC_RUN_ID" in env:
-        # torchrun's own store listens at MASTER_PORT already.
-        return _found("torchrun", env, "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK", 1)
-    raise LaunchError(
-        "megatron_ft.launchers.launcher_shim was not started by deepspeed or torchrun "
-        "(neither CROSS_RANK nor TORCHELASTIC_RUN_ID is set); without a launcher use `megatron-ft launch`"
-    )
-
-
-def _found(launcher: str, env: Mapping[str, str], local: str, hosts: str, host: str, above: int) -> Found:
-    needed = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", local, hosts, host)
-    if missing := [name for name in needed if name not in env]:
-        raise LaunchError(f"{launcher} has not set {', '.join(missing)}; use an unmodified {launcher}")
-    numbers = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", local, hosts, host)
-    if wrong := next((name for name in numbers if not (env[name].isascii() and env[name].isdigit())), None):
+    place = launch_environment.of("deepspeed", env) or launch_environment.of("torchrun", env)
+    if place is None:
         raise LaunchError(
-            f"{launcher} has set {wrong} to {env[wrong]!r}, which is not a number; use an unmodified {launcher}"
+            "megatron_ft.launchers.launcher_shim was not started by deepspeed or torchrun "
+            "(neither CROSS_RANK nor TORCHELASTIC_RUN_ID is set); without a launcher use `megatron-ft launch`"
         )
-    found = Found(
-        launcher=launcher,
-        ranks=int(env["WORLD_SIZE"]),
-        local=int(env[local]),
-        local_rank=int(env["LOCAL_RANK"]),
-        hosts=int(env[hosts]),
-        host=int(env[host]),
-        address=env["MASTER_ADDR"],
-        port=int(env["MASTER_PORT"]) + above,
-    )
+    launcher, numbers = place.name, ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    missing = [name for name in ("MASTER_ADDR", *numbers) if name not in env]
+    if missing or place.hosts is None or place.host_rank is None:
+        raise LaunchError(
+            f"{launcher} has not set {', '.join(missing) or 'the numbers of hosts'}; use an unmodified {launcher}"
+        )
+    ranks, local_rank, port = (launch_environment.number(launcher, name, env[name]) for name in numbers)
+    above = launcher == "torchrun"  # its own store listens at MASTER_PORT already
+    store = f"{env['MASTER_ADDR']}:{port + above}"
+    found = Found(launcher, ranks, place.processes, local_rank, place.hosts, place.host_rank, store)
     if found.ranks != found.hosts * found.local:
         raise LaunchError(
             f"{launcher} starts {found.ranks} ranks on {found.hosts} hosts, {found.local} of them on this one; start the "
@@ -101,7 +86,7 @@ def command(found: Found, options: argparse.Namespace) -> list[str]:
             f"{found.launcher} starts {found.ranks} ranks, {found.local} on this host, and a group has {per_group} "
             f"({_FROM}); start whole groups, with whole groups or an equal part of one group on each host"
         )
-    several = ["--hosts", found.hosts, "--host-rank", found.host, "--store", f"{found.address}:{found.port}"]
+    several = ["--hosts", found.hosts, "--host-rank", found.host, "--store", found.store]
     words = [
         "launch",
         *("--groups", found.ranks // per_group),

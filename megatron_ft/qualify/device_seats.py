@@ -21,16 +21,11 @@ class Seat:
         host: number of its host.
         device: torch's name of its device in its process.
         env: variables of its process.
-        shared: whether another group has the same GPU.
     """
 
     host: int
     device: str = CPU
     env: Mapping[str, str] = field(default_factory=dict)
-    shared: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return {"device": self.device, "env": dict(self.env)}
 
 
 def usual_groups(gpus: Sequence[int]) -> int:
@@ -61,13 +56,13 @@ def _on_host(host: int, groups: int, facts: Mapping[str, Any]) -> tuple[list[Sea
     gpus, slices, nccl = len(facts["gpus"]), facts["mig"], tuple(facts["nccl"])
     if not gpus:
         return [Seat(host)] * groups, "no GPU"
-    places = [Seat(host, f"cuda:{number % gpus}", shared=groups > gpus) for number in range(groups)]
+    places = [Seat(host, f"cuda:{number % gpus}") for number in range(groups)]
     if not nccl:
         return places, "this torch was built without NCCL"
     if groups <= gpus:
         return places, ""
     if nccl[:2] >= MULTI_RANK_NCCL:
-        return [Seat(host, place.device, MULTI_RANK, shared=True) for place in places], ""
+        return [Seat(host, place.device, MULTI_RANK) for place in places], ""
     if len(slices) >= groups:
         return [Seat(host, "cuda:0", {"CUDA_VISIBLE_DEVICES": name}) for name in slices[:groups]], ""
     least, version = ".".join(map(str, MULTI_RANK_NCCL)), ".".join(map(str, nccl))

@@ -7,7 +7,6 @@ process ends in any way. Failures it assumes: a process ends, is stopped or hang
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -23,14 +22,12 @@ from megatron_ft.agent.process_keeper import ended_with
 from megatron_ft.doctor.host_orders import Part
 from megatron_ft.doctor.meeting import Channel, Message
 from megatron_ft.faults import injection_points, process_lookup
+from megatron_ft.qualify import device_facts
 from megatron_ft.utils import lifeline, shared_file
 from megatron_ft.utils.process_status import process_status
 
 MEMBER = [sys.executable, "-m", "megatron_ft.qualify.member_process"]
-FACTS = [sys.executable, "-m", "megatron_ft.qualify.device_facts"]
 LAUNCH = [sys.executable, "-m", "megatron_ft"]
-_FACTS_S = 180.0
-"""torch may be imported from a slow file system."""
 _END_S = 20.0
 """Time in which a launcher that was told to stop ends."""
 _SILENT_S = 900.0
@@ -93,17 +90,14 @@ class HostPart(Part):
 
     def facts(self) -> Message:
         """Say what this host has."""
-        done = subprocess.run(FACTS, capture_output=True, text=True, timeout=_FACTS_S)
-        if done.returncode:
-            return {"failed": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]}
-        return json.loads(done.stdout.splitlines()[-1])
+        return device_facts.facts()
 
-    def start(self, seats: Mapping[str, Message]) -> Message:
+    def start(self, members: Mapping[str, Mapping[str, str]]) -> Message:
         """Start the members that are given with their variables."""
-        for member, seat in seats.items():
+        for member, env in members.items():
             if (before := self._members.get(int(member))) is not None:
                 before.kill()
-            self._members[int(member)] = _Member(seat["env"])
+            self._members[int(member)] = _Member(env)
         return {}
 
     def members(self, orders: Mapping[str, Message], limit_s: float) -> Message:

@@ -114,19 +114,19 @@ class Qualification:
             made = Check(name, NOT_HERE, str(why))
         except CheckFailed as why:
             made = Check(name, FAILED, str(why))
-        self.checks[name] = made
-        self.said(made)
+        self.record(made)
         return made.outcome == PROVEN
+
+    def record(self, made: Check) -> None:
+        """Note a check that was made."""
+        self.checks[made.name] = made
+        self.said(made)
 
     def skip(self, part: str, why: str) -> None:
         """Say of all checks of a part (``gloo``, ``training``, ...) that are not made yet why they cannot be made."""
-
-        def none() -> Found:
-            raise NotHere(why)
-
         for name in CHECKS:
             if name.startswith(f"{part}.") and name not in self.checks:
-                self.make(name, none)
+                self.record(Check(name, NOT_HERE, why))
 
     def in_order(self) -> list[Check]:
         """Return all checks in the order of :data:`CHECKS`."""
@@ -149,17 +149,10 @@ class Qualification:
         rows: list[tuple[Check, str, str]] = []
         for check in self.in_order():
             part, _, name = check.name.partition(".")
-            last = rows[-1][0] if rows else check
-            if (
-                rows
-                and check.outcome == last.outcome == NOT_HERE
-                and (check.reason, part)
-                == (
-                    last.reason,
-                    last.name.partition(".")[0],
-                )
-            ):
-                rows[-1] = (last, f"{rows[-1][1]}, {name}", "")
+            last, names, _ = rows[-1] if rows else (check, "", "")
+            same = (last.outcome, last.reason, last.name.partition(".")[0]) == (NOT_HERE, check.reason, part)
+            if rows and same and check.outcome == NOT_HERE:
+                rows[-1] = (last, f"{names}, {name}", "")
             else:
                 rows.append((check, check.name, CHECKS[check.name]))
         cells = [

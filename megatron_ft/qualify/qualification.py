@@ -34,7 +34,7 @@ from megatron_ft.qualify import device_seats
 from megatron_ft.qualify.communicator_checks import CommunicatorChecks
 from megatron_ft.qualify.device_seats import Seat
 from megatron_ft.qualify.host_part import HostPart
-from megatron_ft.qualify.outcomes import CHECKS, KINDS, CheckFailed, Found, NotHere, Qualification
+from megatron_ft.qualify.outcomes import CHECKS, FAILED, KINDS, Check, CheckFailed, Found, NotHere, Qualification
 from megatron_ft.qualify.team import Team, ask
 from megatron_ft.qualify.training_checks import TrainingChecks
 from megatron_ft.utils import shared_file, terminal
@@ -146,8 +146,7 @@ class _Lead:
         try:
             said = ask(self._hub, dict.fromkeys(self._hub.present, {"do": "facts"}), _FACTS_S)
         except CheckFailed as error:
-            why = str(error)
-            found.make("environment.torch", lambda: _fail(why))
+            found.record(Check("environment.torch", FAILED, str(error)))
             for part in ("environment", *KINDS, "training"):
                 found.skip(part, "torch does not work on all hosts (environment.torch)")
             return
@@ -236,10 +235,6 @@ class _Lead:
             "hosts": [{"name": self._hub.cards[host]["name"], **facts} for host, facts in enumerate(self._facts)],
         }
         return self.found.to_json(about)
-
-
-def _fail(why: str) -> Found:
-    raise CheckFailed(why)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
     )
     doctor_command.meeting_options(hosts)
-    parser.set_defaults(run=run, factor=2.0)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -56,8 +56,8 @@ class Team:
         lacking = sorted(self._lacking)
         orders: dict[int, dict[str, Message]] = {}
         for member in lacking:
-            orders.setdefault(self._seats[member].host, {})[str(member)] = self._seats[member].to_json()
-        ask(self._hub, {host: {"do": "start", "seats": seats} for host, seats in orders.items()}, ORDER_S)
+            orders.setdefault(self._seats[member].host, {})[str(member)] = dict(self._seats[member].env)
+        ask(self._hub, {host: {"do": "start", "members": members} for host, members in orders.items()}, ORDER_S)
         self._lacking -= set(lacking)
         enters = {
             member: {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,14 @@ EXTRAS = {
 def install(extra: str) -> str:
     """Return the command that installs an extra."""
     return f"pip install 'megatron_ft[{extra}]'"
+
+
+def version(package: str, without: str = "none") -> str:
+    """Return the version that pip has installed, without importing the package; ``without`` when there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return without
 
 
 @contextmanager

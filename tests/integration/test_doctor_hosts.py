@@ -118,11 +118,11 @@ def test_hosts_that_differ_are_named_with_both_values(doctors, tmp_path):
     """Another torch, a package that is missing on the others, a clock that is three seconds off, another directory."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    torch = "versions.package = lambda name: '2.0' if name == 'torch' else '1'\n"
+    torch = "versions.extras.version = lambda name: '2.0' if name == 'torch' else '1'\n"
     own = "local.examine = lambda: [local.Finding('python', 'ok', '3.11', needed=True), local.Finding('apex', 'ok', '1')]\n"
     clock = "import types, time as real\nhosts_check.time = types.SimpleNamespace(time=lambda: real.time() + 3)\n"
     other = f"import pathlib\ndisk.marker = lambda *_: pathlib.Path({str(elsewhere)!r}) / 'mark'\n"
-    same = "versions.package = lambda name: '1'\n"
+    same = "versions.extras.version = lambda name: '1'\n"
     doctors.come(*range(HOSTS), extra=["--directory", tmp_path], h0=same, h1=torch + own, h2=same + clock + other)
     said, codes = doctors.ended()
     assert codes == [1, 1, 1]

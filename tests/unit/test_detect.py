@@ -157,9 +157,10 @@ def test_the_variables_give_the_place_of_the_host(case):
 
 def test_a_slurm_step_names_another_node_and_counts_its_restarts():
     found = detect.find(SRUN)
-    assert (found.name, found.hosts, found.host_rank, found.target) == ("srun, job 7.3.0", 4, 2, "10.0.0.1")
+    assert (found.name, found.job, found.hosts, found.host_rank) == ("srun", "7.3.0", 4, 2)
+    assert detect.target(found, SRUN) == "10.0.0.1"
     found = detect.find({**SRUN, "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": "2"})
-    assert (found.job, found.host_rank, found.target) == ("7.3.2", 0, "10.0.0.2")
+    assert (found.job, found.host_rank, detect.target(found, SRUN)) == ("7.3.2", 0, "10.0.0.2")
 
 
 @pytest.mark.parametrize("case", REFUSED)

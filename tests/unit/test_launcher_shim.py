@@ -55,7 +55,7 @@ def test_deepspeeds_launcher_on_two_hosts():
 
 def test_torchrun_on_one_host_leaves_its_port_alone():
     found = launcher_shim.find(TORCHRUN)
-    assert (found.launcher, found.port, found.local_rank) == ("torchrun", 29501, 2)
+    assert (found.launcher, found.store, found.local_rank) == ("torchrun", "node0:29501", 2)
     words = launcher_shim.command(
         found, options(arguments=["--deepspeed_config=x.json"], overwrite=True, ranks_per_group=None)
     )

@@ -83,7 +83,7 @@ SEATS = {
     "no GPU": (3, [host()], [Seat(0)] * 3, "no GPU"),
     "a GPU for each": (2, [host(2)], [Seat(0, "cuda:0"), Seat(0, "cuda:1")], ""),
     "two hosts": (2, [host(1), host(1)], [Seat(0, "cuda:0"), Seat(1, "cuda:0")], ""),
-    "one GPU, NCCL 2.30": (2, [host(1, (2, 30, 7))], [Seat(0, "cuda:0", MULTI_RANK, shared=True)] * 2, ""),
+    "one GPU, NCCL 2.30": (2, [host(1, (2, 30, 7))], [Seat(0, "cuda:0", MULTI_RANK)] * 2, ""),
     "MIG slices": (
         2,
         [host(1, mig=["MIG-a", "MIG-b"])],
@@ -93,7 +93,7 @@ SEATS = {
     "one GPU": (
         2,
         [host(1)],
-        [Seat(0, "cuda:0", shared=True)] * 2,
+        [Seat(0, "cuda:0")] * 2,
         "2 groups share 1 GPU, which NCCL 2.29.7 refuses: it takes NCCL 2.30 (NCCL_MULTI_RANK_GPU_ENABLE), 2 MIG slices "
         "(here: 0) or more GPUs",
     ),

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from megatron_ft.core.lifecycle.array_policy import Beat, Begin, Decision, ElementId, Over, Requeue
+from megatron_ft import codec
+from megatron_ft.core.lifecycle.array_policy import Beat, Decision, ElementId
 from megatron_ft.utils import shared_file
 
 SILENT_S = 30.0
-_KINDS = {"begin": Begin, "requeue": Requeue, "over": Over}
 
 
 class ArrayState:
@@ -37,7 +35,8 @@ class ArrayState:
     def beat(self, beat: Beat) -> None:
         """Writes the beat of this element."""
         self._count += 1
-        shared_file.write_json(self._directory / f"beat-{beat.element}.json", {**asdict(beat), "count": self._count})
+        said = {**codec.encode_fields(beat), "count": self._count}
+        shared_file.write_json(self._directory / f"beat-{beat.element}.json", said)
 
     def last(self, element: ElementId) -> Beat | None:
         """Returns the last beat of an element, which may be from an earlier start."""
@@ -73,13 +72,14 @@ class ArrayState:
                 raw = json.loads(shared_file.read_record(self._path(len(self.decisions))))
             except FileNotFoundError:
                 return self.decisions
-            self.decisions.append(_decision(raw))
+            del raw["kind"]  # for people: no two kinds have the same fields
+            decision: Decision = codec.decode(Decision, raw)  # type: ignore[arg-type]  # a union is decoded, too
+            self.decisions.append(decision)
 
     def write(self, decision: Decision) -> None:
         """Writes a decision. Only the first one with a given number counts; :meth:`read` returns it."""
-        path = self._path(decision.number)
-        kind = next(name for name, its in _KINDS.items() if isinstance(decision, its))
-        shared_file.create(path, json.dumps({"kind": kind, **asdict(decision)}) + "\n")
+        said = {"kind": type(decision).__name__.lower(), **codec.encode_fields(decision)}
+        shared_file.create(self._path(decision.number), json.dumps(said) + "\n")
 
     def _path(self, number: int) -> Path:
         return self._directory / f"decision-{number:04d}.json"
@@ -93,14 +93,5 @@ class ArrayState:
 
 def _beat(text: str) -> Beat:
     raw = json.loads(text)
-    raw.pop("count")
-    return Beat(**raw)
-
-
-def _decision(raw: dict[str, Any]) -> Decision:
-    kind = _KINDS[raw.pop("kind")]
-    if kind is Begin:
-        raw["hosts"] = tuple(raw["hosts"])
-    if kind is Requeue:
-        raw["restarts"] = {int(element): count for element, count in raw["restarts"].items()}
-    return kind(**raw)
+    del raw["count"]
+    return codec.decode(Beat, raw)

@@ -97,7 +97,6 @@ class Connections:
         own = ["env", f"PYTHONPATH={path}"] if path else []
         program = ["exec", *own, sys.executable, "-m", "megatron_ft.launchers.ssh.remote"]
         self._program = " ".join(map(shlex.quote, program))
-        self._clients: set[subprocess.Popen] = set()
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="megatron_ft-ssh")
 
     def ask(self, host: Host, request: str, patience_s: float = _ANSWER_S) -> Answer:
@@ -106,25 +105,26 @@ class Connections:
         port = ["-p", str(host.port)] if host.port else []
         # -T -a -x: no terminal, no agent and no display of this machine on the other one.
         command = [*self._ssh, "-T", "-a", "-x", *options, *port, "--", host.login, self._program]
-        ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            # In its own session, so that Ctrl-C reaches the launcher only.
-            client = subprocess.Popen(command, **ends, text=True, errors="replace", start_new_session=True)
+            done = subprocess.run(
+                command,
+                input=request,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=patience_s,
+                start_new_session=True,  # so that Ctrl-C reaches the launcher only
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(None, failure(None, "", host.login, sys.executable, patience_s))
         except OSError as error:
             raise LaunchError(f"{self._ssh[0]} cannot be run ({error}); install it, or set --ssh-command") from None
-        self._clients.add(client)
-        with client:
-            try:
-                output, errors = client.communicate(request, patience_s)
-                code, content = client.returncode, remote.answer(output)
-            except subprocess.TimeoutExpired:
-                client.kill()
-                code, content, output, errors = None, None, "", ""
-            finally:
-                self._clients.discard(client)
+        content = remote.answer(done.stdout)
         if content is not None:
             return Answer(content)
-        return Answer(None, failure(code, errors or output, host.login, sys.executable, patience_s))
+        return Answer(
+            None, failure(done.returncode, done.stderr or done.stdout, host.login, sys.executable, patience_s)
+        )
 
     def ask_all(self, requests: Mapping[Host, str]) -> dict[Host, Answer]:
         """Asks all hosts in parallel."""
@@ -135,10 +135,8 @@ class Connections:
         return self._pool.submit(task)
 
     def close(self) -> None:
-        """Abandons all requests under way."""
+        """Abandons all requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for client in tuple(self._clients):
-            client.kill()
 
 
 def failure(code: int | None, output: str, login: str, python: str, patience_s: float) -> str:

@@ -15,7 +15,6 @@ while, or is full.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.utils import net, shared_file
+from megatron_ft.utils import extras, net, shared_file
 from megatron_ft.utils.process_status import process_status
 
 MARK = "megatron_ft answers: "
@@ -44,12 +43,8 @@ _POLL_S = 0.05
 
 def versions() -> dict[str, str]:
     """Returns the versions that must be equal on all hosts, without importing torch."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "none"
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"megatron_ft": __version__, "python": python, "torch": torch}
+    return {"megatron_ft": __version__, "python": python, "torch": extras.version("torch")}
 
 
 def request(do: str, **fields: Any) -> str:
