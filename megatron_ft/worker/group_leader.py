@@ -30,7 +30,6 @@ from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import pipeline_order
-from megatron_ft.core.scheduling.pipeline_order import Waiting
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import DIGEST, Listed, StepResult
 from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver, WipedOut
@@ -510,13 +509,8 @@ class GroupLeader:
             if new := [one for one in self._state.todo if one not in listing]:
                 listing.update(dict.fromkeys(new))
                 self._rank.want([one for one in new if one in plan.patched])
-            held = self._rank.held(listing)
-            order = pipeline_order.reorder([Waiting(one in standby, one in held) for one in listing])
-            ordered = list(listing)
-            return [
-                Listed(one, one in plan.patched, self._part(one), one in asked)
-                for one in map(ordered.__getitem__, order)
-            ]
+            order = pipeline_order.reorder(listing, standby, self._rank.held(listing))
+            return [Listed(one, one in plan.patched, self._part(one), one in asked) for one in order]
 
         def closes(last: Sequence[Listed]) -> bool:
             whole = len(self._state.unfinished) == self._rank.num_buckets and not self._digests()

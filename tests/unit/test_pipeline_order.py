@@ -10,8 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core.scheduling import pipeline_order
 from megatron_ft.core.scheduling.pipeline_1f1b import Progress, next_instruction
-from megatron_ft.core.scheduling.pipeline_order import Waiting, reorder
+from megatron_ft.types import Microbatch
+
+
+class Waiting(NamedTuple):
+    """A microbatch that has not begun. ``standby``: the group does not contribute it; ``at_hand``: its samples are in
+    memory."""
+
+    standby: bool = False
+    at_hand: bool = True
+
+
+def reorder(listed: Sequence[Waiting]) -> list[int]:
+    """Return the places of ``listed`` in the order in which they should begin."""
+    ids = [Microbatch(0, 0, place) for place in range(len(listed))]
+    standby = {one for one, how in zip(ids, listed, strict=True) if how.standby}
+    at_hand = {one for one, how in zip(ids, listed, strict=True) if how.at_hand}
+    return [one.index for one in pipeline_order.reorder(ids, standby, at_hand)]
 
 
 class Costs(NamedTuple):

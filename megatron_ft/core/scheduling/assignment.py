@@ -72,16 +72,16 @@ def plan_step(
     speed = tuple(float(weights.get(group, 1.0)) for group in members) if weights else (1.0,)
     if min(speed) <= 0:
         raise ValueError(f"weights must be positive, got {dict(zip(members, speed, strict=True))}")
-    restricted = None if _hosts_everything(placement) else placement
+    placement = _restricting(placement)
     fastest = max(speed)
     less = ""
     if weights and min(speed) < fastest:
         tested = tuple(group in weights for group in members)
-        chosen, reason = _by_time(shards, per_shard, members, restricted, speed, tested)
+        chosen, reason = _by_time(shards, per_shard, members, placement, speed, tested)
         slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
         less = f", less for the slow groups {listed(sorted(slower))}"
     else:
-        chosen, reason = _even(shards, per_shard, members, restricted)
+        chosen, reason = _even(shards, per_shard, members, placement)
     return Plan(step, Named(step, chosen), reason + less)
 
 
@@ -93,7 +93,8 @@ def least_load(shards: int, per_shard: int, live: Collection[GroupId], placement
     """
     if not live:
         raise ValueError("least_load needs at least one live group, got none")
-    if placement is None or _hosts_everything(placement):
+    placement = _restricting(placement)
+    if placement is None:
         return -(-shards * per_shard // len(live))
     from megatron_ft.core.scheduling import maxflow
 
@@ -129,7 +130,8 @@ def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | Non
         covered = {microbatch for own in taken.values() for microbatch in own}
         pool = [microbatch for microbatch in pool if microbatch not in covered]
     base = {group: _load(plan.assignment, group) for group in added}
-    if placement is None or _hosts_everything(placement):
+    placement = _restricting(placement)
+    if placement is None:
         _level(added, pool, base)
     elif pool:
         _spread(added, pool, placement, base)
@@ -172,13 +174,13 @@ def admit(plan: Plan, joined: Collection[GroupId]) -> Plan:
 
 def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Placement | None) -> tuple[Microbatch, ...]:
     """Return the microbatches whose samples ``group`` has to fetch now, because their shard is not in its stack."""
-    if placement is None or _hosts_everything(placement):
-        return ()
-    return tuple(m for m in microbatches if not placement.is_host(group, m.shard))
+    placement = _restricting(placement)
+    return () if placement is None else tuple(m for m in microbatches if not placement.is_host(group, m.shard))
 
 
-def _hosts_everything(placement: Placement | None) -> bool:
-    return placement is None or placement.redundancy >= placement.groups
+def _restricting(placement: Placement | None) -> Placement | None:
+    """Return None for a placement of every shard at every group."""
+    return None if placement is None or placement.redundancy >= placement.groups else placement
 
 
 class Named(Mapping[GroupId, tuple[Microbatch, ...]]):
@@ -314,12 +316,7 @@ def _by_time(
     if placement is None:
         counts = _fill(shards, per_shard, members, speed, limits)
     else:
-        from megatron_ft.core.scheduling import maxflow
-
-        edges = _edges(np.arange(shards), members, placement)
-        supply = np.full(shards, per_shard, dtype=np.int64)
-        found = maxflow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, per_shard))
-        counts = dict(zip(members, found, strict=True))
+        counts = _quota(shards, per_shard, members, placement, limits)
     pace, least = dict(zip(members, speed, strict=True)), dict(zip(members, tested, strict=True))
     for group in members:
         if least[group] and not counts[group]:
@@ -386,19 +383,21 @@ def _give_one(
 # --- restricted stacks: flows -----------------------------------------------------------------------------------------
 
 
-def _quota(shards: int, per_shard: int, members: Sequence[GroupId], placement: Placement) -> Counts:
-    """Return the number of microbatches of each shard that every group computes: least largest load, then fewest moves."""
+def _quota(
+    shards: int, per_shard: int, members: Sequence[GroupId], placement: Placement, limits: Sequence[int] | None = None
+) -> dict[GroupId, dict[int, int]]:
+    """Return the number of microbatches of each shard that every group computes, with the fewest moves at these ``limits``
+    of the groups; None: at the least limit of all of them."""
     from megatron_ft.core.scheduling import maxflow  # half a second of imports that a run with full hosting never needs
 
     edges = _edges(np.arange(shards), members, placement)
     supply = np.full(shards, per_shard, dtype=np.int64)
-    loads = maxflow.balance(supply, edges, len(members), _kept(edges, members, per_shard))
-    return dict(zip(members, loads, strict=True))
-
-
-def _kept(edges: maxflow.Edges, members: Sequence[GroupId], per_shard: int) -> np.ndarray:
-    """Return the number of microbatches that are at home on each edge: all of a shard at its own group."""
-    return np.where(np.array(members)[edges.columns] == edges.rows, per_shard, 0)
+    home = np.where(np.array(members)[edges.columns] == edges.rows, per_shard, 0)  # all of a shard at its own group
+    if limits is None:
+        found = maxflow.balance(supply, edges, len(members), home)
+    else:
+        found = maxflow.place(supply, edges, np.array(limits, dtype=np.int64), home)
+    return dict(zip(members, found, strict=True))
 
 
 def _choose(per_shard: int, counts: Counts) -> Chosen:

@@ -14,22 +14,16 @@ keeps its place: later stages know it already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+
+from megatron_ft.types import Microbatch
 
 
-class Waiting(NamedTuple):
-    """A microbatch that has not begun.
+def reorder(
+    waiting: Iterable[Microbatch], standby: Collection[Microbatch], at_hand: Collection[Microbatch]
+) -> list[Microbatch]:
+    """Return the microbatches that have not begun in the order in which they should begin: equal ones as they were listed.
 
-    Attributes:
-        standby: the group does not contribute it.
-        at_hand: its samples are in memory.
+    ``standby``: those that the group does not contribute; ``at_hand``: those whose samples are in memory.
     """
-
-    standby: bool = False
-    at_hand: bool = True
-
-
-def reorder(waiting: Sequence[Waiting]) -> list[int]:
-    """Return the places of ``waiting`` in the order in which they should begin: equal ones as they were listed."""
-    return sorted(range(len(waiting)), key=lambda place: (waiting[place].standby, not waiting[place].at_hand))
+    return sorted(waiting, key=lambda one: (one in standby, one not in at_hand))

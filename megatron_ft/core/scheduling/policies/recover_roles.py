@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
-from megatron_ft.types import GroupId, Microbatch, Plan, listed
+from megatron_ft.core.scheduling.assignment import microbatches_of_step
+from megatron_ft.types import GroupId, Plan, listed
 
 MINOR_SPARES_OF_TEN = 2
 """The number of spares, of ten, that stand by for the minor (the paper: about 80% major, 20% minor)."""
@@ -78,10 +79,6 @@ class Roles:
         """The number of microbatches that the minor contributes; 0 if there is none."""
         return self.B - len(self.majors) * self.quota
 
-    def computes(self, group: GroupId) -> int:
-        """Return the number of microbatches the group computes in a fault-free step, contributed or not."""
-        return self.quota if group in self.majors + self.major_spares else self.remainder
-
 
 @dataclass(frozen=True)
 class Recovery:
@@ -91,34 +88,27 @@ class Recovery:
         kind: ``spare`` (only spares were lost), ``promotion``, ``boundary`` or ``wipe-out`` (no group is left).
         roles: the roles after the loss; with ``wipe-out`` those before.
         reason: why, for people.
-        lost: microbatches that each lost group would have contributed.
         promoted: lost group -> the spare that takes its role.
-        extra: further microbatches that each survivor computes in the running step: b, for the z boundary minors b - 1.
-        b: as above; 0 without a boundary.
-        z: number of boundary minors.
+        b: further microbatches that each survivor computes in the running step; 0 without a boundary.
+        z: number of boundary minors, which compute b - 1.
     """
 
     kind: Literal["spare", "promotion", "boundary", "wipe-out"]
     roles: Roles
     reason: str
-    lost: Mapping[GroupId, int] = field(default_factory=dict)
     promoted: Mapping[GroupId, GroupId] = field(default_factory=dict)
-    extra: Mapping[GroupId, int] = field(default_factory=dict)
     b: int = 0
     z: int = 0
 
 
 def initial(W: int, G: int) -> Roles:
     """Return the roles of W groups that contribute G microbatches each: all are majors, and none is a spare."""
-    if W < 1 or G < 1:
-        raise ValueError(f"W groups and G microbatches must both be at least 1, got W = {W} and G = {G}")
-    return next_step(Roles(W, G, G, tuple(range(W))))
+    return dealt(W, G, range(W))
 
 
 def dealt(W: int, G: int, live: Collection[GroupId]) -> Roles:
     """Return the roles with which the groups ``live`` begin, in a run of W groups with G microbatches each."""
-    roles = replace(initial(W, G), majors=tuple(sorted(live)))
-    return roles if roles.majors == tuple(range(W)) else next_step(_deal(roles))
+    return next_step(_deal(Roles(W, G, G, tuple(sorted(live)))))
 
 
 def next_step(roles: Roles) -> Roles:
@@ -144,13 +134,9 @@ def on_failure(roles: Roles, lost: Collection[GroupId], exact: bool = False) -> 
     boundary the account of the running step no longer follows the roles, so another loss in the same step is a boundary
     again.
     """
-    gone = set(lost)
-    if not gone or not gone <= set(roles.live):
-        raise ValueError(f"lost must name live groups of {sorted(roles.live)}, at least one, got {sorted(gone)}")
-    shares = {group: share for group, share in roles.contributed.items() if group in gone and share}
-    names = listed(sorted(gone))
+    gone, names = set(lost), listed(sorted(lost))
     if gone == set(roles.live):
-        return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left", shares)
+        return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left")
     if exact:
         shrunk, promoted = _promote_shadows(roles, gone)
     elif roles.boundary:
@@ -158,7 +144,7 @@ def on_failure(roles: Roles, lost: Collection[GroupId], exact: bool = False) -> 
     else:
         shrunk, promoted = _promote(roles, gone)
     if sum(shrunk.contributed.values()) < roles.B:
-        return _boundary(shrunk, names, shares, promoted)
+        return _boundary(shrunk, names, promoted)
     if roles.boundary:
         shrunk = _deal(shrunk)
         if not promoted:
@@ -166,19 +152,13 @@ def on_failure(roles: Roles, lost: Collection[GroupId], exact: bool = False) -> 
     if not promoted:
         return Recovery("spare", shrunk, f"spare group {names} lost, nothing follows")
     pairs = ", ".join(f"group {spare} for group {dead}" for dead, spare in promoted.items())
-    return Recovery("promotion", shrunk, f"group {names} lost; promoted: {pairs}", shares, promoted)
+    return Recovery("promotion", shrunk, f"group {names} lost; promoted: {pairs}", promoted)
 
 
 def plan(roles: Roles, step: int, shards: int, per_shard: int) -> Plan:
     """Return the plan of a step: the B ids in order, dealt to majors and minor in their order, each exactly once."""
-    if shards * per_shard != roles.B:
-        raise ValueError(f"a step has B = {roles.B} microbatches, got {shards} shards of {per_shard}")
-    ids = [Microbatch(step, shard, index) for shard in range(shards) for index in range(per_shard)]
-    fresh = next_step(roles)
-    assignment, at = {}, 0
-    for group in roles.live:
-        assignment[group] = tuple(ids[at : at + fresh.contributed[group]])
-        at += fresh.contributed[group]
+    ids, fresh = iter(microbatches_of_step(step, shards, per_shard)), next_step(roles)
+    assignment = {group: tuple(islice(ids, fresh.contributed[group])) for group in roles.live}
     spares = len(roles.major_spares) + len(roles.minor_spares)
     minor = f", one minor with {roles.remainder}" if roles.minor else ""
     majors = f"{len(roles.majors)} majors with {roles.quota}"
@@ -192,8 +172,6 @@ def patch(running: Plan, recovery: Recovery) -> Plan:
 
     A promoted spare that has lost ids as its standby part contributes that part. All other ids have to be computed.
     """
-    if recovery.kind == "wipe-out":
-        raise ValueError(f"no plan for step {running.step} after a {recovery.reason}; restart from the checkpoint")
     account = recovery.roles.contributed
     kept = {group: running.of(group) for group in recovery.roles.live}
     lost = [m for group in sorted(set(running.assignment) - set(kept)) for m in running.of(group)]
@@ -249,20 +227,19 @@ def _promote_shadows(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[Grou
     return shrunk, promoted
 
 
-def _boundary(shrunk: Roles, names: str, lost: Mapping[GroupId, int], promoted: Mapping[GroupId, GroupId]) -> Recovery:
+def _boundary(shrunk: Roles, names: str, promoted: Mapping[GroupId, GroupId]) -> Recovery:
     """Pass a boundary: b is the least b >= 1 with contributed + W * b >= B; z = contributed + W * b - B groups are
     boundary minors."""
     B, W, contributed = shrunk.B, shrunk.W, sum(shrunk.contributed.values())
     b = -(-(B - contributed) // W)
     z = contributed + W * b - B
-    extra = {group: b - (place >= W - z) for place, group in enumerate(shrunk.live)}
-    account = {group: shrunk.contributed[group] + more for group, more in extra.items()}
+    account = {group: shrunk.contributed[group] + b - (place >= W - z) for place, group in enumerate(shrunk.live)}
     anew = _deal(replace(shrunk, contributed=account, boundary=True))
     reason = (
         f"group {names} lost without a matching spare: policy boundary, {B - contributed} of {B} microbatches missing, "
         f"{b} more for each of {W} groups{f', {b - 1} for {z} of them' if z else ''}; then G = {anew.quota}"
     )
-    return Recovery("boundary", anew, reason, lost, promoted, extra, b, z)
+    return Recovery("boundary", anew, reason, promoted, b, z)
 
 
 def _deal(roles: Roles) -> Roles:

@@ -83,15 +83,12 @@ class Repaired:
 
 def lower_bound(groups: int, live: int) -> int:
     """Return c(k) = ceil(N / (N - k)), the least S with which N - k live groups can compute N shards (SPARe, step)."""
-    if not 0 < live <= groups:
-        raise ValueError(f"live must lie between 1 and groups = {groups}, got {live}")
     return -(-groups // live)
 
 
 def reconfigure(orders: Orders, live: Collection[GroupId], S: int) -> Outcome:
     """Decide S, the orders and the contributions for the groups of ``live`` (SPARe, ReCtlr, phases 1 to 3)."""
-    alive = sorted(set(live))
-    _check(orders, alive, S)
+    alive = sorted(live)
     stacks = Stacks(orders, S, alive)
     before = tuple(stacks.orders)
     done = stacks.repair([shard for shard, owner in enumerate(stacks.owner) if owner < 0])
@@ -106,24 +103,6 @@ def reconfigure(orders: Orders, live: Collection[GroupId], S: int) -> Outcome:
         reason = f"{there}; {why}: S = {done.S}, {len(done.moves)} stack entries moved"
     contributes = {g: tuple(s for s in stacks.orders[g][: done.S] if s in stacks.own[g]) for g in alive}
     return Outcome(done.phase, done.S, tuple(stacks.orders), contributes, done.moves, reason=reason)
-
-
-def _check(orders: Orders, alive: Sequence[GroupId], S: int) -> None:
-    N, heights = len(orders), sorted({len(stack) for stack in orders})
-    if len(heights) > 1:
-        raise ValueError(f"all stacks must have the same height, got {heights}")
-    if not heights or not heights[0]:
-        raise ValueError(f"orders must hold one stack of at least one shard per group, got {N} stacks of {heights}")
-    least, largest = min(map(min, orders)), max(map(max, orders))
-    if least < 0 or largest >= N:
-        raise ValueError(f"{N} groups have shards 0 to {N - 1}, got {least} to {largest}")
-    for group, stack in enumerate(orders):
-        if len(set(stack)) < heights[0]:
-            raise ValueError(f"a stack must hold a shard once, that of group {group} is {list(stack)}")
-    if not 1 <= S <= heights[0]:
-        raise ValueError(f"S must lie between 1 and the height of the stacks, {heights[0]}, got {S}")
-    if alive and not (alive[0] >= 0 and alive[-1] < N):
-        raise ValueError(f"live groups must be of 0 to {N - 1}, got {alive[0]} to {alive[-1]}")
 
 
 class Stacks:

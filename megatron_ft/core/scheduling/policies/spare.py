@@ -17,35 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
 
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import rectlr
-from megatron_ft.core.scheduling.policies.past_losses import PastLosses
 from megatron_ft.core.scheduling.policies.policy_port import Batch, Policy, wiped_out
 from megatron_ft.types import GroupId, Plan, PlanOrigin, given
 
 Shard = int
-
-
-class Stacks(NamedTuple):
-    """The orders inside the stacks and S, as ReCtlr's last decision left them."""
-
-    live: tuple[GroupId, ...]
-    outcome: rectlr.Outcome
-
-    def after(self, lost: Collection[GroupId]) -> Stacks:
-        """Return the stacks after a loss; after a wipe-out nothing follows."""
-        left = tuple(group for group in self.live if group not in lost)
-        if not left:
-            return Stacks(
-                (), replace(self.outcome, phase="wipe-out", reason="wipe-out: no group that hosts shards is left")
-            )
-        if self.outcome.phase == "wipe-out":
-            return self
-        return Stacks(left, rectlr.reconfigure(self.outcome.orders, left, self.outcome.S))
 
 
 class Spare(Policy):
@@ -56,31 +37,37 @@ class Spare(Policy):
     def plan(self, batch: Batch, step: int, origin: PlanOrigin, speeds: Mapping[GroupId, float]) -> Plan:
         placement, losses = given(batch.placement), tuple(chain.from_iterable(origin.past))
         base = tuple(sorted({*origin.live, *chain.from_iterable(losses)} & set(range(placement.groups))))
-        plan = _begin(batch, step, _PAST.state(placement, base, items=losses), origin.live)
+        plan = _begin(batch, step, _decided(placement, base, losses), origin.live)
         for lost, joined in origin.changes:
             if plan.wipe_out:
                 break
             losses = (*losses, lost)
-            plan = _change(batch, plan, _PAST.state(placement, base, items=losses), lost, joined)
+            plan = _change(batch, plan, _decided(placement, base, losses), lost, joined)
         return plan
 
     def most_parts(self, batch: Batch) -> int:
         return given(batch.placement).redundancy - 1
 
 
-def _start(placement: Placement, base: tuple[GroupId, ...]) -> Stacks:
-    """Return the stacks of a run, or of the groups that are there when one has joined, with the least S that works."""
-    orders = tuple(placement.stacks)
-    nobody = rectlr.Outcome("wipe-out", 1, orders, {}, reason="wipe-out: no group hosts a shard")
-    return Stacks(base, rectlr.reconfigure(orders, base, 1) if base else nobody)
+@lru_cache(maxsize=16)
+def _decided(
+    placement: Placement, base: tuple[GroupId, ...], losses: tuple[tuple[GroupId, ...], ...]
+) -> rectlr.Outcome:
+    """Return ReCtlr's decision after ``losses``; after a wipe-out nothing follows. Without a loss it is the least S that
+    works for the groups ``base``, those of a run or those that are there when one has joined.
+
+    Losses come one by one, so the decision before is in the cache.
+    """
+    if not losses:
+        return rectlr.reconfigure(tuple(placement.stacks), base, 1)
+    before = _decided(placement, base, losses[:-1])
+    if before.phase == "wipe-out":
+        return before
+    return rectlr.reconfigure(before.orders, before.contributes.keys() - set(losses[-1]), before.S)
 
 
-_PAST: PastLosses[Stacks, tuple[GroupId, ...]] = PastLosses(_start, Stacks.after)
-
-
-def _begin(batch: Batch, step: int, stacks: Stacks, live: tuple[GroupId, ...]) -> Plan:
+def _begin(batch: Batch, step: int, outcome: rectlr.Outcome, live: tuple[GroupId, ...]) -> Plan:
     """Return the plan with which a step begins: the order stands, so the phase is ``fixed``."""
-    outcome = stacks.outcome
     if outcome.phase == "wipe-out":
         return wiped_out(step, outcome.reason)
     indices, none = list(range(batch.per_shard)), dict[Shard, list[int]]()
@@ -92,15 +79,17 @@ def _begin(batch: Batch, step: int, stacks: Stacks, live: tuple[GroupId, ...]) -
         for group, shards in outcome.contributes.items()
     }
     standby = assignment.NamedParts(step, {group: shards for group, shards in idle.items() if shards}, batch.per_shard)
-    reason = f"{len(stacks.live)} of {batch.shards} groups live, each computes {outcome.S} shards"
+    reason = f"{len(outcome.contributes)} of {batch.shards} groups live, each computes {outcome.S} shards"
     return Plan(
         step, assignment.Named(step, own), reason, standby=standby, facts={"S": outcome.S, "phase": "fixed", "moves": 0}
     )
 
 
-def _change(batch: Batch, plan: Plan, stacks: Stacks, lost: Collection[GroupId], joined: Collection[GroupId]) -> Plan:
+def _change(
+    batch: Batch, plan: Plan, outcome: rectlr.Outcome, lost: Collection[GroupId], joined: Collection[GroupId]
+) -> Plan:
     """Return the plan of the running step after a loss: promoted groups, and patches as the new order has them."""
-    outcome, placement = stacks.outcome, given(batch.placement)
+    placement = given(batch.placement)
     if outcome.phase == "wipe-out":
         there = (plan.assignment.keys() - set(lost)) | set(joined)
         if placement.wiped_out({group for group in there if group < placement.groups}):
@@ -110,7 +99,7 @@ def _change(batch: Batch, plan: Plan, stacks: Stacks, lost: Collection[GroupId],
     plan = plan.without_standby_of(lost)
     kept = {group: own for group, own in plan.assignment.items() if group not in lost}
     pool = [microbatch for group in sorted(lost) for microbatch in plan.of(group)]
-    taken = assignment.promotions(plan, pool, stacks.live)
+    taken = assignment.promotions(plan, pool, outcome.contributes)
     missing = set(pool) - set(chain.from_iterable(taken.values()))
     hosts = {shard: group for group, shards in outcome.contributes.items() for shard in shards}
     for microbatch in sorted(missing):
