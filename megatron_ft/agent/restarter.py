@@ -137,7 +137,7 @@ class RestartManager:
         now, found = self._clock(), []
         for number, group in self._groups.items():
             if restart_policy.is_due(group, now) and not (self._seats.taken | {number}) & set(unheard):
-                found.append(Start(number, group.incarnation + 1, group.attempt, now - group.lost_at))
+                found.append(Start(number, group.incarnation + 1, group.quick, now - group.lost_at))
         return found
 
     def started(self, start: Start) -> None:

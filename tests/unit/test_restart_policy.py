@@ -61,7 +61,7 @@ def test_a_group_that_is_soon_lost_again_waits_longer_every_time(seconds, kinds)
         kind = kinds[number % len(kinds)] if kinds else DIED
         group = lost(group, Loss(number, kind, f"words {number}"), now, LIMITS)
         pauses.append(group.due - now)
-        assert group.attempt == number + 1
+        assert group.quick == number + 1
         now = group.due
         group = started(group, now)
     assert pauses[0] <= LIMITS.first_s + 1e-6 and max(pauses) <= LIMITS.longest_s + 1e-6
@@ -89,8 +89,8 @@ def test_a_group_that_was_a_member_for_long_compared_with_its_return_begins_anew
     assert seen.back == at, "the first sight counts"
     now = at + times * took
     well = now - at >= LIMITS.well_times * (at - group.lost_at) or now - group.since >= LIMITS.well_s
-    assert lost(seen, Loss(before, DIED, ""), now, LIMITS).attempt == (1 if well else before + 1)
-    assert lost(group, Loss(before, DIED, ""), group.since + 1.0, LIMITS).attempt == before + 1
+    assert lost(seen, Loss(before, DIED, ""), now, LIMITS).quick == (1 if well else before + 1)
+    assert lost(group, Loss(before, DIED, ""), group.since + 1.0, LIMITS).quick == before + 1
 
 
 def test_losses_of_an_hour_ago_do_not_count():

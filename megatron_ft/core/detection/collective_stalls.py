@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ft.core.detection.rank_health import FACTOR, LEARNED, LEAST_S, LOOK_S
+from megatron_ft.core.detection.rank_health import LEARNED, LOOK_S, learned_limit
 
 CEILING_S = 1800.0
 """The limit of a collective between groups by default, and the highest learned one inside a group, in seconds."""
@@ -67,10 +67,8 @@ class Pace:
             return given_s, "collective_timeout_s"
         if self.last.finished < LEARNED:
             return CEILING_S, "it has just started"
-        learned = FACTOR * self.longest_s
-        if learned < LEAST_S:
-            return LEAST_S, "the least"
-        return min(learned, CEILING_S), f"{FACTOR:g} times the longest so far, {self.longest_s:.3g} s"
+        learned, why = learned_limit(self.longest_s)
+        return min(learned, CEILING_S), why
 
 
 def look(pace: Pace, now: Training, at: float, given_s: float | None) -> Pace:

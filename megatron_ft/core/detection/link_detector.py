@@ -17,7 +17,7 @@ host that was never heard may not know this host yet, and is waited for longer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megatron_ft.types import GroupId
@@ -106,14 +106,14 @@ def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId
 def _worst_first(pairs: Collection[tuple[Unit, Unit]], present: Collection[GroupId]) -> list[Unit]:
     leaving: list[Unit] = []
     while pairs:
-        speakers = {
-            by for by, _ in pairs
-        }  # only accusations of hosts that still stay: a host that accused one that leaves may be lost since
+        # Only accusations of hosts that still stay: a host that accused one that leaves may be lost since.
+        speakers = {by for by, _ in pairs}
         missed: dict[Unit, set[Unit]] = {}
         for by, about in pairs:
             missed.setdefault(by, set()).add(about)
             missed.setdefault(about, set()).add(by)
-        worst = max(missed, key=lambda unit: _guilt(unit, missed, speakers, present))
+        groups = {unit: sum(group in present for group in unit) for unit in missed}
+        worst = max(missed, key=lambda unit: (len(missed[unit]), unit not in speakers, -groups[unit], unit))
         leaving.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return leaving
@@ -132,9 +132,3 @@ def _fewest(pairs: Collection[tuple[Unit, Unit]]) -> list[Unit] | None:
         matching = networkx.bipartite.hopcroft_karp_matching(graph.subgraph(part), one)
         found += networkx.bipartite.to_vertex_cover(graph.subgraph(part), matching, one)
     return found
-
-
-def _guilt(
-    unit: Unit, missed: Mapping[Unit, Collection[Unit]], speakers: Collection[Unit], live: Collection[GroupId]
-) -> tuple[int, bool, int, Unit]:
-    return len(missed[unit]), unit not in speakers, -sum(group in live for group in unit), unit

@@ -87,6 +87,14 @@ class Sample:
         return self.phase in ("waiting", "ended")
 
 
+def learned_limit(longest_s: float) -> tuple[float, str]:
+    """Return the limit that follows from the longest piece of work so far, in seconds, and the reason for it."""
+    learned = FACTOR * longest_s
+    if learned < LEAST_S:
+        return LEAST_S, "the least"
+    return learned, f"{FACTOR:g} times the longest so far, {longest_s:.3g} s"
+
+
 @dataclass(frozen=True)
 class Health:
     """The knowledge about one rank; times are in seconds.
@@ -123,10 +131,7 @@ class Health:
             return limits.first_s, "it has just started"
         if limits.hang_s is not None:
             return limits.hang_s, "hang_timeout_s"
-        learned = FACTOR * self.longest_s
-        if learned < LEAST_S:
-            return LEAST_S, "the least"
-        return learned, f"{FACTOR:g} times the longest so far, {self.longest_s:.3g} s"
+        return learned_limit(self.longest_s)
 
     def is_overdue(self, limits: Limits) -> bool:
         """Return whether the rank has worked on one piece of work for longer than the limit."""

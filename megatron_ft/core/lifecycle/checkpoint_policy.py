@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from math import isinf, sqrt
+from math import sqrt
 from typing import Any
 
 from megatron_ft.types import GroupId
@@ -96,9 +96,7 @@ def expected_uptime_s(ran_s: float, ends: int, prior_s: float) -> float:
     return (prior_s + ran_s) / (1 + ends)
 
 
-def period_s(
-    save_s: float, uptime_s: float, restart_s: float, *, write_s: float = 0.0, longest_s: float = LONGEST_S
-) -> float:
+def period_s(save_s: float, uptime_s: float, restart_s: float, *, write_s: float = 0.0) -> float:
     """Return the period of saves in seconds: :func:`checkpoint_period` within limits.
 
     Args:
@@ -106,10 +104,9 @@ def period_s(
         uptime_s: expected time between two restarts.
         restart_s: time from an end to the next step, loading included.
         write_s: time for which a save is written in the background; a limit only, because saves do not overlap.
-        longest_s: the longest period.
     """
-    best_s = longest_s if isinf(uptime_s) else checkpoint_period(save_s, uptime_s, restart_s)
-    return max(min(best_s, longest_s), LEAST_SAVES * save_s, write_s)
+    best_s = checkpoint_period(save_s, uptime_s, restart_s)
+    return max(min(best_s, LONGEST_S), LEAST_SAVES * save_s, write_s)
 
 
 # --- checkpoints on disk ----------------------------------------------------------------------------------------------

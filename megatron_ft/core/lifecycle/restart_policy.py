@@ -90,7 +90,7 @@ class Group:
         again: times at which it was started again, within the last hour.
         since: time of the last start.
         back: time at which it was a member again after that; None before.
-        quick: number of losses in a row without a good time in between.
+        quick: number of losses in a row without a good time in between, and so of the next start, from 1.
         words: last message of a start that failed before its first step, else None.
         lost_at: time of the last loss.
     """
@@ -110,11 +110,6 @@ class Group:
     def pending(self) -> bool:
         """True if the group is down and will be started again."""
         return self.down and not self.never
-
-    @property
-    def attempt(self) -> int:
-        """The number of the next start, from 1, among those in a row without a good time in between."""
-        return self.quick
 
 
 def lost(group: Group, loss: Loss, now: float, limits: Limits) -> Group:

@@ -80,30 +80,20 @@ class Placement:
         """Return the shards that ``group`` hosts, and so has to prefetch; it may be a group beyond the first N."""
         return self.stacks[group % self.groups]
 
-    def hosts_of(self, shard: Shard, live: Collection[GroupId]) -> tuple[GroupId, ...]:
-        """Return the groups of ``live`` that host ``shard`` in the order of the placement, those beyond the first N last."""
-        beyond = sorted(group for group in live if group >= self.groups and self.is_host(group, shard))
-        return (*(group for group in self.hosts[shard] if group in live), *beyond)
-
     def is_host(self, group: GroupId, shard: Shard) -> bool:
         return self.redundancy == self.groups or group % self.groups in self.hosts[shard]
 
     def unhosted(self, live: Collection[GroupId]) -> tuple[Shard, ...]:
         """Return the shards that no group of ``live`` hosts."""
-        return tuple(np.flatnonzero(self._live_hosts(live) == 0).tolist())
+        if self.redundancy == self.groups:
+            return () if live else tuple(range(self.groups))
+        alive = np.zeros(self.groups, dtype=bool)
+        alive[[group % self.groups for group in live]] = True
+        return tuple(np.flatnonzero(~alive[self.host_table].any(axis=1)).tolist())
 
     def wiped_out(self, live: Collection[GroupId]) -> bool:
         """Return whether some shard has no surviving host: SPARe's wipe-out (section 4)."""
         return bool(self.unhosted(live))
-
-    def _live_hosts(self, live: Collection[GroupId]) -> Ints:
-        """Return the number of hosts of each shard in ``live``."""
-        alive = np.bincount([group % self.groups for group in live] or [0], minlength=self.groups)
-        alive *= bool(live)
-        if self.redundancy == self.groups:
-            return np.full(self.groups, alive.sum())
-        found: Ints = alive[self.host_table].sum(axis=1)
-        return found
 
     @cached_property
     def host_table(self) -> Ints:
