@@ -34,7 +34,6 @@ from typing import Any, BinaryIO
 from megatron_ft.errors import LaunchError
 from megatron_ft.types import given
 from megatron_ft.utils import cores, lifeline, process_name
-from megatron_ft.worker import progress_counters
 
 PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.worker.session", "megatron_ft.core.scheduling.maxflow")
 """``torch._dynamo`` is imported by torch when the first optimizer is made, and takes as long as torch. The last module
@@ -88,8 +87,7 @@ class Forked:
 def common_environment(ranks: int) -> dict[str, str]:
     """Return the variables that all ranks of a host share; torch reads some at import. ``ranks``: their number here."""
     threads = max(1, cores.usable() // max(1, ranks))
-    own = {} if "OMP_NUM_THREADS" in os.environ else {progress_counters.SHARES_CORES: "1"}
-    defaults = {**own, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
     defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
     return {**defaults, **os.environ}
 

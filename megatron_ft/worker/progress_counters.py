@@ -16,6 +16,7 @@ import shutil
 import struct
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from megatron_ft.core.detection.collective_stalls import Training
@@ -24,15 +25,11 @@ from megatron_ft.utils import shared_file
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
-SHARES_CORES = "MEGATRON_FT_SHARES_CORES"
-"""Set by an agent, unless the user has set the number of threads."""
 _FIELDS = struct.Struct("=QQQQQQ")  # beats, progress, phase, dataset, seat, state; no two threads write one at a time
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting", "ended")
 _NAME = "megatron_ft-pulses-"
 _ROOM_BYTES = 2**20
 """Free memory that ``/dev/shm`` needs: more than the pulses of a host's ranks and files of a page each take."""
-_CORES = "cores"
-"""A file with the numbers of the cores that an agent may use."""
 
 
 class ProgressCounters:
@@ -92,9 +89,9 @@ class ProgressCounters:
         threading.Thread(target=self._beat_on, name="megatron_ft-pulse", daemon=True).start()
 
     def _beat_on(self) -> None:
-        pause = threading.Event()
         # no limit: the thread that beats, until the process ends
-        while not pause.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             self.beat()
 
 
@@ -105,7 +102,6 @@ def directory(shared: Path = Path("/dev/shm")) -> Path:
     for _ in range(3):  # without locks, no place is removed either
         place = Path(tempfile.mkdtemp(prefix=_NAME, dir=shared if usable else None))
         if _hold(place) is not None and place.exists():
-            shared_file.write(place / _CORES, " ".join(map(str, os.sched_getaffinity(0))))
             break  # else another agent has removed it as an abandoned one
     for other in place.parent.glob(f"{_NAME}*"):
         held = _hold(other)
@@ -113,26 +109,6 @@ def directory(shared: Path = Path("/dev/shm")) -> Path:
             shutil.rmtree(other, ignore_errors=True)
             os.close(held)
     return place
-
-
-def places() -> list[Path]:
-    """Return the places of the living agents of this machine whose cores this process may use, too, its own agent's among
-    them. Agents of other users are not seen."""
-    mine, found = os.sched_getaffinity(0), []
-    for place in Path(os.environ[VARIABLE]).parents[1].glob(f"{_NAME}*"):
-        held = _hold(place)
-        if held is not None:
-            os.close(held)  # of an agent that was killed
-        elif mine & _cores_of(place):
-            found.append(place)
-    return found
-
-
-def _cores_of(place: Path) -> set[int]:
-    try:
-        return set(map(int, shared_file.read_record(place / _CORES).split()))
-    except (OSError, ValueError):  # it is being made, or belongs to another user
-        return set()
 
 
 def _hold(place: Path) -> int | None:

@@ -58,7 +58,7 @@ from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
-from megatron_ft.worker import data_identity, progress_counters, standalone_run, thread_share
+from megatron_ft.worker import data_identity, progress_counters, standalone_run
 from megatron_ft.worker.engine_maker import EngineMaker
 from megatron_ft.worker.evaluation import Evaluation, Samples
 from megatron_ft.worker.explicit_loop import ExplicitLoop
@@ -778,7 +778,6 @@ class Session:
 
     def _enter(self, engine: Engine) -> None:
         self._entered = True
-        thread_share.take()  # all ranks have started: they have agreed on the data
         self._rank.attach(engine)
         if self._origin is not None:
             self._rank.result = restore.load(
