@@ -11,7 +11,6 @@ are what users read: ``python -m tools.settings`` writes docs/settings.md from t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft import codec
-from megatron_ft.config import parallelism
+from megatron_ft.config import parallelism, settings_file
 from megatron_ft.config.store_address import EtcdAddress
 from megatron_ft.config.validators import (
     AUTO,
@@ -33,7 +32,6 @@ from megatron_ft.config.validators import (
     Rule,
     is_number,
     nearest,
-    no_duplicates,
     number,
     one_of,
     or_auto,
@@ -450,29 +448,11 @@ def read(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     path = Path(path)
-    raw = _json(path, "config")
+    raw = settings_file.read(path, "config")
     section = raw.get("fault_tolerance")
     if isinstance(section, dict) and isinstance(section.get("model"), str):
-        raw["fault_tolerance"] = {**section, "model": _json(path.parent / section["model"], "fault_tolerance.model")}
-    return raw
-
-
-def _json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        kind = "DeepSpeed-style JSON file" if what == "config" else "JSON file, relative to the config"
-        raise ConfigError(f"{what} {path} does not exist; give the path of a {kind}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
-    try:
-        raw = json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{what} {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{what} {path} holds a {type(raw).__name__}; it must be a JSON object {{...}}")
+        model = settings_file.read(path.parent / section["model"], "fault_tolerance.model")
+        raw["fault_tolerance"] = {**section, "model": model}
     return raw
 
 

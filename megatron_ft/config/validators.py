@@ -72,12 +72,3 @@ def nearest(key: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(known))}"
 
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these keys and values. Raises ``ConfigError`` for a key that is given twice."""
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ConfigError(f"setting {key!r} is given twice; a parser would silently keep the last one: remove one")
-        seen[key] = value
-    return seen

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from megatron_ft.config import settings_file
 from megatron_ft.config.validators import is_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults.injection_points import CORRUPTIBLE, CORRUPTIBLE_BY, POINTS, STATE, describe
-from megatron_ft.utils import extras
 
 IN_PROCESS = ("exception", "oom", "gil", "slow", "nan", "bitflip")
 """Faults that the rank itself must carry out, on an order in its mailbox."""
@@ -277,51 +277,12 @@ class Schedule:
 
 
 def load(path: Path) -> Schedule:
-    """Reads a schedule; files named .yaml or .yml as YAML. Raises ``ConfigError``."""
+    """Reads a schedule. Raises ``ConfigError``."""
+    found = settings_file.read(path, "schedule")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"schedule {path} cannot be read: {reason}; give a JSON or YAML file") from None
-    try:
-        return Schedule.from_json(_parse_yaml(text) if path.suffix in (".yaml", ".yml") else _parse_json(text))
+        return Schedule.from_json(found)
     except ConfigError as error:
         raise ConfigError(f"schedule {path}: {error}") from None
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:
-        raise ConfigError(f"it is not JSON: {error}") from None
-
-
-def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ConfigError(f"{name!r} occurs twice in one object; keep one of them")
-        found[name] = value
-    return found
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"YAML needs PyYAML; run {extras.install('yaml')}, or write JSON") from None
-
-    class Loader(yaml.SafeLoader):
-        """Refuses repeated keys, of which YAML takes the last one."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            _unique((self.construct_object(key, deep=True), None) for key, _ in node.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except (yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config.validators import POSITIVE, nearest, no_duplicates, number
+from megatron_ft.config import settings_file
+from megatron_ft.config.validators import POSITIVE, nearest, number
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms
 from megatron_ft.planning.allreduce import allreduce_s
 from megatron_ft.planning.cluster import OPTIONAL, WHOLE, Cluster
 from megatron_ft.planning.presets import PRESETS
-from megatron_ft.utils import extras
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
 NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
@@ -99,62 +98,15 @@ def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the values of a YAML or JSON file with the keys ``NAMES``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"file {path} does not exist; give a YAML or JSON file, or flags") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"file {path} cannot be read: {error}") from None
-    if path.suffix.lower() == ".json":
-        raw = _from_json(path, text)
-    elif path.suffix.lower() in (".yaml", ".yml"):
-        raw = _from_yaml(path, text)
-    else:
+    if path.suffix.lower() not in (".json", *settings_file.YAML):
         raise ConfigError(f"file {path} ends in {path.suffix!r}; the name must end in .yaml, .yml or .json")
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"file {path} holds a {type(raw).__name__}; it must hold names and values, such as gpus: 1024"
-        )
+    raw = settings_file.read(path, "file")
     for name, value in raw.items():
         if name not in NAMES:
             raise ConfigError(f"file {path}: {name!r} is not known{nearest(str(name), NAMES)}")
         if value is None and name not in OPTIONAL:
             raise ConfigError(f"file {path}: {name} has no value; give it a number or remove it")
     return raw
-
-
-def _from_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"file {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-
-
-def _from_yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(
-            f"file {path} is YAML, which needs PyYAML: {extras.install('yaml')}, or write the same as JSON"
-        ) from None
-
-    class Once(yaml.SafeLoader):
-        """A loader that refuses duplicate keys; PyYAML silently keeps the last one."""
-
-    def mapping(loader: Once, node: yaml.MappingNode) -> dict[str, Any]:
-        return no_duplicates(
-            [(loader.construct_object(key), loader.construct_object(value)) for key, value in node.value]
-        )
-
-    Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    try:
-        return yaml.load(text, Loader=Once)  # a SafeLoader: no objects
-    except (yaml.YAMLError, TypeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}"
-        ) from None
 
 
 def _preset(name: str | None) -> Mapping[str, Any]:

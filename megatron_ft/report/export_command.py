@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.config import settings_file
 from megatron_ft.errors import ConfigError
 from megatron_ft.report.checkpoint_command import complete
 from megatron_ft.runlog.run_record import RunRecord
@@ -90,12 +90,7 @@ def _tokenizer(directory: Path, kind: str) -> list[Path]:
 
 
 def _names(path: Path) -> Mapping[str, str]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--names {path} cannot be read: {error}; give a JSON file with old beginning: new one"
-        ) from None
-    if not isinstance(raw, dict) or not all(isinstance(new, str) for new in raw.values()):
+    raw = settings_file.read(path, "--names")
+    if not all(isinstance(new, str) for new in raw.values()):
         raise ConfigError(f"--names {path} must be a JSON object with old beginning: new one, both texts")
     return raw

@@ -216,7 +216,7 @@ def test_a_dry_run_shows_all_and_needs_no_run(tmp_path):
         (["--mix", "0"], "--mix is 0"),
         (["--mix", "2", "--every-s", "0"], "--every-s is 0"),
         (["--mix", "2", "--groups", "3"], "--groups needs --dry-run"),
-        (["missing.json"], "schedule missing.json cannot be read"),
+        (["missing.json"], "schedule missing.json does not exist"),
         (["--mix", "2", "--start-timeout-s", "0.1"], "no live run in"),
     ],
 )

@@ -91,7 +91,7 @@ BAD = {
     ),
     "an unknown field": ('{"faults": [{KILL, "stepp": 1}]}', "'stepp' is not known"),
     "a field of another kind": ('{"faults": [{KILL, "step": 1, "factor": 2}]}', "kill has no field factor"),
-    "a key twice": ('{"faults": [{KILL, "group": 2, "step": 1}]}', "'group' occurs twice"),
+    "a key twice": ('{"faults": [{KILL, "group": 2, "step": 1}]}', "'group' is given twice"),
     "no time": ('{"faults": [{KILL}]}', "kill has no time and must have one of"),
     "two times": ('{"faults": [{KILL, "step": 1, "after_s": 1}]}', "kill has after_s and step"),
     "a negative time": ('{"faults": [{KILL, "after_s": -1}]}', "after_s is -1 and must be a number >= 0"),
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_read_gets_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
     (tmp_path / "x.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="cannot be read: 'utf-8'"):
         load(tmp_path / "x.json")
 
 
