@@ -71,4 +71,3 @@ def nearest(key: str, known: Collection[str]) -> str:
     """Return the end of a message about an unknown key: the known key that is most similar, else all of them."""
     near = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(known))}"
-

@@ -9,7 +9,7 @@ and ``plan_plots`` show the result.
 
 1. *Failures* of the whole system have the mean ``mtbf_s`` between them, for any number of live or absent groups; each
    takes one group, drawn evenly from the live ones. Only the mean is used, except in ``restart``, where the time
-   between failures is exponential. No racks, no frail nodes, no Weibull.
+   between failures is exponential. No racks, no Weibull.
 2. *Steps.* A shard takes ``compute_s`` = ``step_s - allreduce_s`` on any one group, and a microbatch a G-th of that;
    ``allreduce_s`` does not depend on the number of live groups. No stragglers, no jitter.
 3. *A masked failure* stalls all groups for ``detection_s + reconfigure_s`` plus the patch; the step's one all-reduce

@@ -12,7 +12,7 @@ from megatron_ft.config.validators import POSITIVE, nearest, number
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms
 from megatron_ft.planning.allreduce import allreduce_s
-from megatron_ft.planning.cluster import OPTIONAL, WHOLE, Cluster
+from megatron_ft.planning.cluster import OPTIONAL, Cluster
 from megatron_ft.planning.presets import PRESETS
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
@@ -21,13 +21,14 @@ NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
 them."""
 NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES, *NETWORK)
 """Keys of a file. Flags have the same names, with dashes."""
-NONE = ("none", "null", "never")
+NONE = "none"
+"""The text of a flag for a value that does not exist; in a file it is null."""
 
 
 def cluster(
     preset: str | None,
     file: Path | None,
-    flags: Mapping[str, str | None],
+    flags: Mapping[str, Any],
     measured: Mapping[str, Any] | None = None,
 ) -> Cluster:
     """Return the cluster that these inputs describe. Each of them overrides those before it.
@@ -35,11 +36,16 @@ def cluster(
     Args:
         preset: Name of a preset.
         file: YAML or JSON file.
-        flags: Texts of the command line's flags; None for a flag that is not given. They override ``measured``.
+        flags: Values of the command line's flags; None for a flag that is not given. They override ``measured``.
         measured: Values from the record of a run. They override ``file``.
     """
     inputs: dict[str, Any] = {}
-    for layer in (_preset(preset), read(file) if file else {}, measured or {}, _typed(flags)):
+    given = {
+        name: None if value == NONE and name in OPTIONAL else value
+        for name, value in flags.items()
+        if value is not None
+    }
+    for layer in (_preset(preset), read(file) if file else {}, measured or {}, given):
         rates = [name for name in RATES if name in layer]
         if len(rates) > 1:
             raise ConfigError(f"{' and '.join(rates)} are both given, but define the same quantity; give one of them")
@@ -47,6 +53,23 @@ def cluster(
             inputs = {name: value for name, value in inputs.items() if name not in RATES}
         inputs = {**_without_older_network(inputs, layer), **layer}
     return build(inputs)
+
+
+def as_whole(text: str) -> int | str:
+    """Return the whole number that a flag's text says. Another text stays: the rule of the value refuses it, as it does
+    one in a file."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def as_number(text: str) -> float | str:
+    """Return the same for a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def build(inputs: Mapping[str, Any]) -> Cluster:
@@ -117,22 +140,6 @@ def _preset(name: str | None) -> Mapping[str, Any]:
     return PRESETS[name].inputs
 
 
-def _typed(flags: Mapping[str, str | None]) -> dict[str, Any]:
-    return {name: _parsed(name, text) for name, text in flags.items() if text is not None}
-
-
-def _parsed(name: str, text: str) -> int | float | str | None:
-    if name in OPTIONAL and text.lower() in NONE:
-        return None
-    if name == "allreduce_algorithm":
-        return text
-    kind, rule = (int, "a whole number") if name in WHOLE else (float, "a number")
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{_flag(name)} is {text!r}; it must be {rule}") from None
-
-
 def _system_mtbf_s(inputs: Mapping[str, Any], sizes: Cluster) -> float:
     name = next(name for name in RATES if name in inputs)
     value = POSITIVE(name, inputs[name])
@@ -145,28 +152,3 @@ def _system_mtbf_s(inputs: Mapping[str, Any], sizes: Cluster) -> float:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def redundancy(text: str | None) -> int | None:
-    """Return the value of ``--redundancy``. The planner checks whether the cluster can have it."""
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--redundancy is {text!r}; it must be a whole number") from None
-
-
-def share(text: str | None) -> float | None:
-    """Return the value of ``--wrong-share``."""
-    if text is None:
-        return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 < found <= 1:
-        raise ConfigError(
-            f"--wrong-share is {text!r}; it must be a number above 0, at most 1: the share of microbatches"
-        )
-    return found

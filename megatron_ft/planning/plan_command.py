@@ -11,22 +11,31 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_ft.config import schema
+from megatron_ft.config.validators import Rule, is_number
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.planning import config_section, inputs, measured, plan_tables, verified_share
-from megatron_ft.planning.cluster import Cluster
+from megatron_ft.planning.cluster import WHOLE, Cluster
 from megatron_ft.planning.estimate import Recommendation, recommend
 from megatron_ft.planning.presets import PRESETS
 from megatron_ft.runlog.run_record import RunRecord
+
+_SHARE = Rule(
+    "a number above 0, at most 1: the share of microbatches", lambda value: is_number(value) and 0 < value <= 1
+)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``megatron-ft plan``."""
     cluster_options(parser)
     parser.add_argument(
-        "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
+        "--redundancy",
+        type=inputs.as_whole,
+        metavar="R",
+        help="number of groups that host each shard (default: the best for each policy)",
     )
     parser.add_argument(
         "--wrong-share",
+        type=inputs.as_number,
         metavar="P",
         help="also say how many microbatches to verify, for a host that computes this share of its microbatches wrongly",
     )
@@ -50,7 +59,6 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
     values = parser.add_argument_group(
         "values", "of the cluster and the job; they override --preset, --file and --measured"
     )
-    # As text: a wrong value in a flag gives the same message as one in a file.
     for name, text in (
         ("gpus", "number of GPUs"),
         ("gpus-per-group", "number of GPUs of one model replica"),
@@ -75,7 +83,8 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
         ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
         ("price-per-gpu-hour", "price in any currency, to show the cost"),
     ):
-        values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
+        kind = inputs.as_whole if name.replace("-", "_") in WHOLE else inputs.as_number
+        values.add_argument(f"--{name}", type=kind, help=text, metavar=name.rpartition("-")[2].upper())
 
 
 def cluster(options: argparse.Namespace) -> Cluster:
@@ -100,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         return None
 
     described = cluster(options)
-    plan = recommend(described, inputs.redundancy(options.redundancy))
+    plan = recommend(described, options.redundancy)
     pasted, hints = config_section.choose(described, plan, refused)
     source = PRESETS[options.preset].source if options.preset else None
     if options.plot:
@@ -111,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         if pasted is None:
             raise ConfigError(f"there is no section to write to {options.out}: {hints[0]}")
         options.out.write_text(json.dumps(pasted, indent=2) + "\n", encoding="utf-8")
-    share = inputs.share(options.wrong_share)
+    share = None if options.wrong_share is None else _SHARE("--wrong-share", options.wrong_share)
     if options.json:
         verified = None if share is None else [asdict(one) for one in verified_share.choices(described, share)]
         print(json.dumps(plan_tables.as_json(described, plan, pasted, hints, source, verified), indent=2))

@@ -41,19 +41,12 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
     assert sum(found["parts_s"].values()) == pytest.approx(sum(t["time_s"] for t in found["trials"]) / 3)
 
 
-def test_a_trace_and_what_hosting_costs(capsys, tmp_path):
+def test_a_trace(capsys, tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("seconds,group\n200,3\n100,1\n")
-    options = ("--policy", "spare", "--trials", 1, "--redundancy", 3, "--shard-gb", 2, "--trace", trace)
+    options = ("--policy", "spare", "--trials", 1, "--redundancy", 3, "--trace", trace)
     _, out, _ = run(capsys, *SMALL, *options, "--json")
-    spare = json.loads(out)["policies"]["spare"]
-    assert (spare["trials"][0]["failures"], spare["held_gb"]) == (2, 6)
-    _, shown, _ = run(capsys, *SMALL, *options)
-    assert "Memory of a group for prefetched samples: spare 6 GB" in shown
-    _, slow, _ = run(capsys, *SMALL, *options, "--read-s", 10, "--json")
-    assert json.loads(slow)["policies"]["spare"]["overhead"] > 2.5, (
-        "3 shards of 10 s take longer than computing one or two"
-    )
+    assert json.loads(out)["policies"]["spare"]["trials"][0]["failures"] == 2
 
 
 def test_the_picture(capsys, tmp_path):
@@ -68,9 +61,9 @@ def test_the_picture(capsys, tmp_path):
         (["--policy", "magic"], "--policy 'magic' is not known; there are: restart, replication"),
         (["--redundancy", "13"], "13"),
         (["--redundancy", "9", "--policy", "spare"], "take at most"),
-        (["--trials", "0"], "--trials is '0'; it must be a whole number >= 1"),
-        (["--seed", "-1"], "--seed is '-1'; it must be a whole number >= 0"),
-        (["--shape", "x"], "--shape is 'x'; it must be a number"),
+        (["--trials", "0"], "--trials is 0; it must be a whole number >= 1"),
+        (["--seed", "-1"], "--seed is -1; it must be a whole number >= 0"),
+        (["--shape", "x"], "shape is 'x'; it must be a number > 0"),
         (["--shape", "0"], "shape is 0.0; it must be a number > 0"),
         (["--rack-share", "2"], "rack_share is 2.0; it must lie between 0 and 1"),
         (["--renewal", "daily"], "renewal is 'daily'; it must be one of: system, groups, replaced"),

@@ -54,9 +54,7 @@ def overhead(setting: Setting, policy: str, trials: int = 3) -> float:
 )
 @settings(max_examples=60)
 def test_every_second_is_accounted_for(policy, seed, renewal, in_restart, finds, living, mix, racks):
-    failures = Failures(
-        renewal=renewal, of_the_living=living, mix=mix, rack_share=racks, frail_share=0.2, frail_weight=5.0
-    )
+    failures = Failures(renewal=renewal, of_the_living=living, mix=mix, rack_share=racks)
     finds = "everybody" if policy in ("spare", "replication") else finds
     setting = Setting(cluster=small(), redundancy=3, failures=failures, in_restart=in_restart, restart_finds=finds)
     result = simulate(setting, policy, seed)

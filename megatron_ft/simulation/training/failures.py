@@ -37,7 +37,6 @@ class Stream:
         self._scale = setting.cluster.mtbf_s / gamma(1 + 1 / self._failures.shape)
         self._gaps = np.random.default_rng([seed, 1])
         self._marks = np.random.default_rng([seed, 2])
-        self._chances = _chances(self._failures, self._groups, seed)
         self._block: Sequence[float] = ()
         self._at = 0
         self._last = 0.0
@@ -107,12 +106,4 @@ class Stream:
             self._at = 0
         self._last += self._block[self._at]
         self._at += 1
-        return self._last, int(np.searchsorted(self._chances, self._marks.random() * self._chances[-1], side="right"))
-
-
-def _chances(failures: Failures, groups: int, seed: int) -> np.ndarray:
-    """Return the cumulative weights with which groups are chosen to fail."""
-    weights = np.ones(groups)
-    frail = round(failures.frail_share * groups)
-    weights[np.random.default_rng([seed, 3]).permutation(groups)[:frail]] = failures.frail_weight
-    return np.cumsum(weights)
+        return self._last, int(self._marks.random() * self._groups)

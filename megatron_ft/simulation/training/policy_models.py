@@ -52,7 +52,6 @@ class Policy(ABC):
         self.setting = setting
         self.groups = setting.cluster.groups
         self.per_shard = setting.cluster.microbatches
-        self.hosts = setting.redundancy if self.stacked else 1
         if self.whole and setting.restart_finds != "everybody":
             raise ConfigError(
                 f"restart_finds is {setting.restart_finds!r}; {type(self).__name__.lower()} has a placement for all groups "

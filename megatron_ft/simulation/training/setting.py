@@ -29,8 +29,6 @@ class Failures:
             anew whenever the group starts. "replaced": the clock begins anew only when the group was replaced. SPARe
             (arXiv 2603.00357) does not say which of them it uses.
         of_the_living: With "system", a failure always hits a live group; otherwise the group may be lost already.
-        frail_share: Share of the groups that fail ``frail_weight`` times as often as the others ("system").
-        frail_weight: See ``frail_share``.
         rack_share: Share of the failures that take a whole rack.
         rack_groups: Number of neighbouring groups in a rack.
         mix: Causes are drawn from ``faults.causes``; otherwise every failure is a crash.
@@ -40,8 +38,6 @@ class Failures:
     shape: float = 0.78
     renewal: Renewal = "system"
     of_the_living: bool = True
-    frail_share: float = 0.0
-    frail_weight: float = 1.0
     rack_share: float = 0.0
     rack_groups: int = 4
     mix: bool = False
@@ -50,10 +46,8 @@ class Failures:
     def __post_init__(self) -> None:
         one_of(*get_args(Renewal))("renewal", self.renewal)
         POSITIVE("shape", self.shape)
-        POSITIVE("frail_weight", self.frail_weight)
-        for name in ("frail_share", "rack_share"):
-            if number(0)(name, getattr(self, name)) > 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must lie between 0 and 1")
+        if number(0)("rack_share", self.rack_share) > 1:
+            raise ConfigError(f"rack_share is {self.rack_share!r}; it must lie between 0 and 1")
         whole_number(1)("rack_groups", self.rack_groups)
 
 
@@ -81,8 +75,6 @@ class Setting:
         patch_in_spare: "needed": a loss that SPARe masks costs the stacks that no living group has computed. "one": at least
             one stack, as for replication. "step": all S stacks of the step again, if any is missing. The paper does not say;
             docs/results compares them.
-        read_s: Seconds for reading one shard in the background. A step begins when its stack has been read.
-        shard_gb: Memory for one shard, in 10^9 bytes.
         entry_s: Seconds for which the others wait when a group comes back. None: as long as after a loss.
     """
 
@@ -98,8 +90,6 @@ class Setting:
     hosted: bool = True
     patch_in_replication: bool = True
     patch_in_spare: PatchInSpare = "needed"
-    read_s: float = 0.0
-    shard_gb: float = 0.0
     entry_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +102,6 @@ class Setting:
             raise ConfigError(
                 f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative"
             )
-        for name in ("read_s", "shard_gb"):
-            number(0)(name, getattr(self, name))
         if self.duration_s != inf:
             POSITIVE("duration_s", self.duration_s)
         if self.period_s is not None:

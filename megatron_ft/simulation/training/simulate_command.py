@@ -18,6 +18,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_ft.config.validators import whole_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import inputs, plan_command
 from megatron_ft.planning.cluster import Cluster
@@ -38,29 +39,24 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``megatron-ft simulate``."""
     plan_command.cluster_options(parser)
     failures = parser.add_argument_group("failures", "their distribution")
-    # As text, as in cluster_options.
-    for where, name, default, metavar, text in (
-        (parser, "policy", None, "NAMES", "policies, separated by commas (default: all)"),
-        (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
-        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
-        (parser, "trials", "3", "N", "number of runs of each policy (default: 3)"),
-        (parser, "seed", "0", "N", "seed of the first trial; all policies have equal seeds"),
-        (parser, "jobs", str(os.cpu_count() or 1), "N", "number of processes (default: all cores)"),
-        (parser, "jitter", "0.05", "X", "relative standard deviation of all durations (default: 0.05)"),
-        (parser, "read-s", "0", "S", "time to prefetch one shard (default: 0)"),
-        (parser, "shard-gb", "0", "GB", "memory for one shard, to show the cost of hosting"),
-        (failures, "shape", "0.78", "X", "Weibull shape; 1 is exponential (default: 0.78)"),
-        (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
-        (failures, "in-restart", "missing", "WHAT",
+    for where, name, kind, default, metavar, text in (
+        (parser, "policy", str, None, "NAMES", "policies, separated by commas (default: all)"),
+        (parser, "redundancy", inputs.as_whole, None, "R", "number of groups that host each shard (default: the planner's)"),
+        (parser, "period-s", inputs.as_number, None, "S", "time between checkpoints (default: the planner's)"),
+        (parser, "trials", inputs.as_whole, 3, "N", "number of runs of each policy (default: 3)"),
+        (parser, "seed", inputs.as_whole, 0, "N", "seed of the first trial; all policies have equal seeds"),
+        (parser, "jobs", inputs.as_whole, os.cpu_count() or 1, "N", "number of processes (default: all cores)"),
+        (parser, "jitter", inputs.as_number, 0.05, "X", "relative standard deviation of all durations (default: 0.05)"),
+        (failures, "shape", inputs.as_number, 0.78, "X", "Weibull shape; 1 is exponential (default: 0.78)"),
+        (failures, "renewal", str, "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
+        (failures, "in-restart", str, "missing", "WHAT",
          "a group that fails in a restart: missing, none, again or after (default: missing)"),
-        (failures, "restart-finds", "everybody", "WHO",
+        (failures, "restart-finds", str, "everybody", "WHO",
          "groups after a restart: everybody, survivors or divisor (default: everybody)"),
-        (failures, "frail-share", "0", "X", "share of groups that fail more often"),
-        (failures, "frail-weight", "10", "X", "ratio of their failure rate to that of the others (default: 10)"),
-        (failures, "rack-share", "0", "X", "share of failures that take a whole rack"),
-        (failures, "rack-groups", "1", "N", "number of neighbouring groups in a rack (default: 1)"),
+        (failures, "rack-share", inputs.as_number, 0.0, "X", "share of failures that take a whole rack"),
+        (failures, "rack-groups", inputs.as_whole, 1, "N", "number of neighbouring groups in a rack (default: 1)"),
     ):  # fmt: skip
-        where.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+        where.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--like",
         type=Path,
@@ -89,9 +85,10 @@ def run(options: argparse.Namespace) -> int:
     settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
     for policy, setting in settings.items():
         POLICIES[policy](setting)  # an impossible placement is refused here, not in a worker process
-    trials, jobs = _count("--trials", options.trials), _count("--jobs", options.jobs)
-    seed = _count("--seed", options.seed, least=0)
-    found = _simulate(settings, range(seed, seed + trials), jobs)
+    whole_number(1)("--trials", options.trials)
+    whole_number(1)("--jobs", options.jobs)
+    whole_number(0)("--seed", options.seed)
+    found = _simulate(settings, range(options.seed, options.seed + options.trials), options.jobs)
     if options.plot:
         from megatron_ft.simulation.training import simulation_plots
 
@@ -101,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     console = Console()
     table(cluster, settings, found).show(console)
-    console.print(_legend(cluster, settings), soft_wrap=True)
+    console.print(_legend(cluster), soft_wrap=True)
     if options.plot:
         print(f"picture: {options.plot}")
     return 0
@@ -141,17 +138,15 @@ def _policies(cluster: Cluster, text: str | None) -> list[str]:
 
 def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Setting:
     """Return the settings of one policy, with the given redundancy or the planner's best for this policy."""
-    redundancy = inputs.redundancy(options.redundancy)
+    redundancy = options.redundancy
     if redundancy is None:
         redundancy = evaluate(cluster, cast(PolicyName, policy)).redundancy
     failures = Failures(
-        shape=_number("--shape", options.shape),
+        shape=options.shape,
         renewal=options.renewal,
         of_the_living=not options.hit_the_dead,
-        frail_share=_number("--frail-share", options.frail_share),
-        frail_weight=_number("--frail-weight", options.frail_weight),
-        rack_share=_number("--rack-share", options.rack_share),
-        rack_groups=_count("--rack-groups", options.rack_groups),
+        rack_share=options.rack_share,
+        rack_groups=options.rack_groups,
         mix=options.mix,
         trace=read_trace(options.trace) if options.trace else (),
     )
@@ -159,12 +154,10 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
         cluster=cluster,
         redundancy=redundancy,
         failures=failures,
-        period_s=None if options.period_s is None else _number("--period-s", options.period_s),
-        jitter=_number("--jitter", options.jitter),
+        period_s=options.period_s,
+        jitter=options.jitter,
         in_restart=options.in_restart,
         restart_finds=options.restart_finds,
-        read_s=_number("--read-s", options.read_s),
-        shard_gb=_number("--shard-gb", options.shard_gb),
     )
 
 
@@ -191,22 +184,6 @@ def read_trace(path: Path) -> tuple[tuple[float, int], ...]:
     if not found:
         raise ConfigError(f"trace {path} holds no failure; leave --trace out to draw them")
     return tuple(found)
-
-
-def _number(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{flag} is {text!r}; it must be a number")
-    return value
-
-
-def _count(flag: str, text: str, least: int = 1) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{flag} is {text!r}; it must be a whole number >= {least}")
-    return int(text)
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
@@ -248,16 +225,11 @@ def _overhead(results: Sequence[Result]) -> float:
     return mean(result.overhead for result in results)
 
 
-def _legend(cluster: Cluster, settings: Mapping[str, Setting]) -> str:
-    setting = next(iter(settings.values()))
-    lines = [
-        f"T_0: {short(cluster.failure_free_s)}, the failure-free time. plan: T / T_0 as megatron-ft plan estimates it.",
-        "r: number of shards a group hosts. A: share of the time without checkpoints, restarts and work done twice.",
-    ]
-    if setting.shard_gb:
-        held = ", ".join(f"{policy} {s.redundancy * s.shard_gb:g} GB" for policy, s in settings.items())
-        lines.append(f"Memory of a group for prefetched samples: {held}.")
-    return "\n".join(lines)
+def _legend(cluster: Cluster) -> str:
+    return (
+        f"T_0: {short(cluster.failure_free_s)}, the failure-free time. plan: T / T_0 as megatron-ft plan estimates it.\n"
+        "r: number of shards a group hosts. A: share of the time without checkpoints, restarts and work done twice."
+    )
 
 
 def as_json(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> dict[str, Any]:
@@ -265,7 +237,6 @@ def as_json(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) ->
     policies = {
         policy: {
             "redundancy": settings[policy].redundancy,
-            "held_gb": settings[policy].redundancy * settings[policy].shard_gb,
             "overhead": _finite(_overhead(results)),
             "availability": mean(result.availability for result in results),
             "parts_s": {name: mean(getattr(result, f"{name}_s") for result in results) for name in PARTS},

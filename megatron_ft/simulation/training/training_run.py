@@ -203,13 +203,9 @@ class _Run:
         return self.policy.live | self.returns.keys() if self.returns else self.policy.live
 
     def _compute_s(self) -> float:
-        """Return the compute part of a step. It waits for the stack's samples, which are read during the step before.
-
-        A straggler delays all groups, unless the policy gives it less work.
-        """
+        """Return the compute part of a step. A straggler delays all groups, unless the policy gives it less work."""
         held_up = self.now < self.slow_until and not self.policy.spares_stragglers
-        compute_s = self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
-        return max(compute_s, self.policy.hosts * self.setting.read_s)
+        return self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
 
     def _step_s(self) -> float:
         return self._compute_s() + self.cluster.allreduce_s
