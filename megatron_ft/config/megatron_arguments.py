@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import parallelism
-from megatron_ft.config.validators import AUTO, number, whole_number
+from megatron_ft.config.validators import number, whole_number
 from megatron_ft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
     _agree(found, given, _STAGES)
     _agree(found, given, _SLICES)
     experts = given.get(_EXPERTS, 1)
-    if experts > 1 and _read(found, parallelism.SHARDS) is None:
+    if experts > 1 and parallelism.setting(found, parallelism.SHARDS) is None:
         _agree(found, given, _EXPERTS)
     inner = parallelism.inner_shards(found)
     if inner % experts:
@@ -60,7 +60,7 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
     if _BATCH in given and isinstance(samples, int) and isinstance(per_group, int):
         found.setdefault(_KEYS[_BATCH], samples * per_group * shards)
     _agree(found, given, _BATCH)
-    if _read(found, _KEYS[_CLIP]) is None:
+    if parallelism.setting(found, _KEYS[_CLIP]) is None:
         given.setdefault(_CLIP, 1.0)  # Megatron's own default
     _agree(found, given, _CLIP)
     return found
@@ -102,21 +102,12 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _read(found: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    settings = found.get(section, {}) if section else found
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{section} is {settings!r}; it must be a JSON object {{...}}")
-    value = settings.get(name)
-    return None if value == AUTO else value
-
-
 def _agree(found: dict[str, Any], given: Mapping[str, Any], argument: str, times: int = 1) -> None:
     """Fill in the key of an argument that is given. Its value is ``times`` the argument's."""
     if argument not in given:
         return
     key, value = _KEYS[argument], given[argument] * times
-    has = _read(found, key)
+    has = parallelism.setting(found, key)
     if has is not None and has != value:
         by = f" x {parallelism.SHARDS} {times}" if times > 1 else ""
         of = f" (shards x {_MICROBATCHES} x {_KEYS[_SAMPLES]})" if argument == _BATCH else ""

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megatron_ft.config.validators import whole_number
+from megatron_ft.config.validators import AUTO, whole_number
 from megatron_ft.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from megatron_ft.config.schema import RunConfig
 
 WITHOUT_EFFECT = frozenset(
     """steps_per_print wall_clock_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
@@ -67,20 +70,7 @@ def ranks_per_group(config: Mapping[str, Any], asked: int | None) -> int:
     )
 
 
-class Divided(Protocol):
-    """The sizes of a group (``config.schema.RunConfig``)."""
-
-    @property
-    def stages(self) -> int: ...
-
-    @property
-    def slices(self) -> int: ...
-
-    @property
-    def inner_shards(self) -> int: ...
-
-
-def refuse_whole_model(run: Divided, kind: str) -> None:
+def refuse_whole_model(run: RunConfig, kind: str) -> None:
     """Raise ``EngineError`` when the config divides the model, but the engine holds it whole in every rank."""
     if run.stages * run.slices * run.inner_shards > 1:
         raise EngineError(
@@ -89,7 +79,7 @@ def refuse_whole_model(run: Divided, kind: str) -> None:
         )
 
 
-def refuse_stages(run: Divided, kind: str) -> None:
+def refuse_stages(run: RunConfig, kind: str) -> None:
     """Raise ``EngineError`` when the config asks for a pipeline, but the engine has none."""
     if run.stages > 1:
         raise EngineError(
@@ -190,14 +180,20 @@ _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_v
 _COUNT = whole_number(1)
 
 
-def _count(engine: Mapping[str, Any], name: str) -> int:
-    section, _, key = name.partition(".")
-    settings = engine.get(section, {})
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a key, of a section (``pipeline.stages``) or outside; None where it is not given, or is "auto",
+    DeepSpeed's word for a value that the script decides."""
+    section, _, key = name.rpartition(".")
+    settings = config.get(section, {}) if section else config
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{section} is {settings!r}; it must be a JSON object {{...}}")
     value = settings.get(key)
-    # "auto" is DeepSpeed's word for a value that the script decides.
-    return 1 if value is None or value == "auto" else _COUNT(name, value)
+    return None if value == AUTO else value
+
+
+def _count(engine: Mapping[str, Any], name: str) -> int:
+    value = setting(engine, name)
+    return 1 if value is None else _COUNT(name, value)
 
 
 def _offloads(zero: Any) -> bool:

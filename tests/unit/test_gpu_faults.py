@@ -1,8 +1,6 @@
-"""Hints from the driver: lines as kernels write them, a log that grows, and an NVML that answers or fails."""
+"""Hints from the driver: lines as kernels write them, and a log that grows."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 
@@ -41,7 +39,7 @@ def test_errors_of_other_processes_are_left_out():
 def test_only_what_comes_after_the_start_counts(tmp_path):
     log = tmp_path / "kern.log"
     log.write_text(f"{OFF_THE_BUS}\n")
-    watch = gpu_faults.Watch(tmp_path / "absent", [log, tmp_path / "none"], nvml=list)
+    watch = gpu_faults.Watch(tmp_path / "absent", [log, tmp_path / "none"])
     assert watch.hints() == ""
     with log.open("a") as file:
         file.write(f"{LINK}\n")
@@ -51,50 +49,5 @@ def test_only_what_comes_after_the_start_counts(tmp_path):
     assert "XID 94" in watch.hints(pid=1)
 
 
-class NvmlError(Exception):
-    pass
-
-
-def nvml(errors=0, throttled=0, gone=False, ecc=True):
-    def handle(number):
-        if gone:
-            raise NvmlError("GPU is lost")
-        return number
-
-    def total(*_):
-        if not ecc:
-            raise NvmlError("Not Supported")
-        return errors
-
-    return SimpleNamespace(
-        NVMLError=NvmlError,
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
-        NVML_VOLATILE_ECC=0,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetTotalEccErrors=total,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: throttled,
-        nvmlDeviceGetTemperature=lambda device, sensor: 91,
-    )
-
-
-def test_hints_of_nvml():
-    assert gpu_faults.of_device(nvml(), 0) == []
-    assert gpu_faults.of_device(nvml(errors=3), 0) == ["GPU 0: 3 uncorrected ECC errors since the driver was loaded"]
-    assert gpu_faults.of_device(nvml(throttled=0x40, ecc=False), 2) == [
-        "GPU 2: slowed down by heat or power, 91 degrees C"
-    ]
-    assert gpu_faults.of_device(nvml(throttled=0x04), 0) == []  # a power cap that the user has set
-    assert gpu_faults.of_device(nvml(gone=True), 1) == ["GPU 1: GPU is lost"]
-
-
 def test_a_host_without_gpu_has_no_hints(tmp_path):
     assert gpu_faults.Watch(tmp_path / "absent", []).hints() == ""
-
-
-def test_nvml_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
-    """Each loss would wait for it."""
-    monkeypatch.setattr(gpu_faults.Watch, "_gpus", staticmethod(lambda: True))
-    answers = [[], ["GPU 0: slow"], None]
-    watch = gpu_faults.Watch(tmp_path / "absent", [], nvml=lambda: answers.pop(0))
-    assert [watch.hints() for _ in range(4)] == ["GPU 0: slow", "", "", ""] and not answers
