@@ -32,7 +32,7 @@ from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import listen, serve_on
 from megatron_ft.errors import EngineError
 from megatron_ft.types import given
-from megatron_ft.utils import socket_tracker
+from megatron_ft.utils import net, socket_tracker
 
 _START_TIMEOUT = timedelta(minutes=10)
 
@@ -59,7 +59,7 @@ class World:
                 "session.init_distributed(), and call it before anything else does"
             )
         world = cls()
-        interface = socket_tracker.interface_of(env.address)
+        interface = net.interface_of(env.address)
         if interface is not None:  # otherwise gloo uses the address of the host's name, which other hosts may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks

@@ -96,22 +96,41 @@ def loopback() -> str:
 
 def interface_addresses() -> list[str]:
     """Return the addresses of this host's interfaces that other hosts can reach: those of IPv4, or else of IPv6."""
+    found = dict.fromkeys(each for _, name in socket.if_nameindex() for each in addresses_of(name))
+    reached = [each for each in found if not (is_loopback(each) or _needs_interface(each))]
+    return [each for each in reached if ":" not in each] or reached
+
+
+def _needs_interface(address: str) -> bool:
+    """Return whether ``address`` is one of IPv6 that is valid on the networks of one interface or site only."""
+    found = ipaddress.ip_address(address)
+    return found.version == 6 and (found.is_link_local or found.is_site_local)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this address, or None."""
+    address = address.partition("%")[0]
+    if address == "::1" or address.startswith("127."):
+        return "lo"
+    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the first IPv4 address of an interface, and all its IPv6 addresses."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no address of IPv4
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    if not (found := [address for address in found if not is_loopback(address)]):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in _INET6.read_text(encoding="ascii").splitlines()]
-            found = [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[3] == _GLOBAL]
-    return list(dict.fromkeys(found))
+    # An interface may have no IPv4 address.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, _, _, _, _, name = line.split()
+            if name == interface:
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
 
 
 _SIOCGIFADDR = 0x8915
-_INET6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
-"""The table of IPv6 addresses, and the scope of those that other hosts can reach without the name of an interface."""
 
 
 def address_for(store_host: str, rank: int, target: str | None = None) -> str:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import socket
 import stat
 import struct
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 _IP = (socket.AF_INET, socket.AF_INET6)
-_SIOCGIFADDR = 0x8915
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _NETWORK_HEADER = -0x100000
@@ -33,7 +29,7 @@ Sockets = Mapping[int, int]
 def opened() -> Sockets:
     """Return all sockets of this process."""
     found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+    for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
         except OSError:
@@ -59,22 +55,18 @@ def listening() -> dict[int, Any]:
 def accept_no_more(fd: int) -> None:
     """Make the kernel drop every further request for a connection to a listening socket.
 
-    Connections that it has accepted stay, and its owner does not notice. Only Linux can do this; elsewhere nothing
-    changes.
+    Connections that it has accepted stay, and its owner does not notice.
     """
-    if sys.platform == "linux":
-        program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-            duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def accept_only(udp: socket.socket, sources: Collection[tuple[str, int]] | None) -> None:
     """Make the kernel drop every datagram for this socket but those of these addresses and ports (None: pass all).
 
-    A datagram that is dropped takes no space in the socket's buffer. Only Linux can do this; elsewhere nothing changes.
+    A datagram that is dropped takes no space in the socket's buffer.
     """
-    if sys.platform != "linux":
-        return
     with contextlib.suppress(OSError):
         if sources is None:
             udp.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
@@ -124,29 +116,6 @@ def _listens_on(fd: int) -> Any:
             return duplicate.getsockname() if listens and duplicate.family in _IP else None
     except OSError:
         return None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address, or None."""
-    address = address.partition("%")[0]
-    if address == "::1" or address.startswith("127."):
-        return "lo0" if sys.platform == "darwin" else "lo"
-    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
-
-
-def addresses_of(interface: str) -> list[str]:
-    """Return the first IPv4 address of an interface, and on Linux all its IPv6 addresses."""
-    found = []
-    # An interface may have no IPv4 address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, _, _, _, _, name = line.split()
-            if name == interface:
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
 
 
 def shut_down(sockets: Sockets) -> None:
