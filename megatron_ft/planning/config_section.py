@@ -10,7 +10,8 @@ from scipy.special import pdtr
 
 from megatron_ft.core.replication.placement import largest_redundancy
 from megatron_ft.planning.cluster import Cluster
-from megatron_ft.planning.estimate import Estimate, Recommendation, duration, label
+from megatron_ft.planning.estimate import Estimate, Recommendation, label
+from megatron_ft.utils.durations import duration
 
 Section = dict[str, Any]
 SURE = 0.99

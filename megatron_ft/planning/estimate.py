@@ -15,6 +15,7 @@ from megatron_ft.core.replication.placement import largest_redundancy, optimal_r
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms, quotas
 from megatron_ft.planning.cluster import Cluster, check_redundancy
+from megatron_ft.utils.durations import duration
 
 Policy = Literal["restart", "replication", "spare", "recover", "stacked_quota", "stacked_quota_rejoin"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -388,13 +389,3 @@ def label(estimate: Estimate) -> str:
 
 def _times(estimate: Estimate) -> str:
     return f"{estimate.relative_time:.3f}" if isfinite(estimate.relative_time) else "no progress"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words, such as "12 min"; an infinite one is "never"."""
-    if not isfinite(seconds):
-        return "never"
-    for unit, size in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.3g} s"

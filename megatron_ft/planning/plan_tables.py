@@ -10,7 +10,8 @@ from rich.table import Table
 
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.config_section import Section
-from megatron_ft.planning.estimate import SEARCHED, Estimate, Recommendation, duration, search
+from megatron_ft.planning.estimate import SEARCHED, Estimate, Recommendation, search
+from megatron_ft.utils.durations import duration
 from megatron_ft.utils.tables import Column, FittedTable
 
 _LEGEND = (

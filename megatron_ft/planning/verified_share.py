@@ -13,7 +13,7 @@ from math import ceil, inf
 from rich.table import Table
 
 from megatron_ft.planning.cluster import Cluster
-from megatron_ft.planning.estimate import duration
+from megatron_ft.utils.durations import duration
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,15 @@ NONE, ALL = "none", "all"
 """Values of ``--tee`` beside the number of a rank."""
 
 
-def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's record as they are written. It ends when ``stop()`` is true and no line is left."""
-    for event in looks(run_dir, stop):
-        if event is not None:
-            yield event
-
-
-def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any] | None]:
-    """As :func:`follow`, and yield None at each look at the record, before what is new: the run's end comes last."""
+def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
+    """Look at a run's record as it is written, and yield the lines that are new at each look. It ends when ``stop()`` is
+    true and no line is left."""
     tail = history.Tail(run_dir)
     # no limit: the command itself, until what it watches is over; a signal ends it
     while True:
         last_look = stop()
         events = tail.new()
-        yield None
-        yield from events
+        yield events
         if last_look:
             return
         if not events:
@@ -58,10 +51,9 @@ def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE)
     def show() -> None:
         try:
             with ProgressView(groups, run_dir=run_dir, outputs=Outputs(run_dir, ranks_per_group, tee)) as view:
-                for event in looks(run_dir, done.is_set):
-                    if event is None:
-                        view.show_outputs()
-                    else:
+                for events in looks(run_dir, done.is_set):
+                    view.show_outputs()  # before what is new in the record: the run's end comes last
+                    for event in events:
                         view.update(event)
                 view.show_outputs(last=True)
         except OSError:

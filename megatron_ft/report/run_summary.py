@@ -10,8 +10,7 @@ from typing import Any
 from megatron_ft.runlog import run_state
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import directory_lock
-
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+from megatron_ft.utils.durations import duration
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
@@ -73,14 +72,14 @@ def rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append(("step, median and 99%", f"{facts['step_s']['median']:.3g} s, {facts['step_s']['p99']:.3g} s"))
     if facts["tokens_per_s"]:
         found.append(("tokens per second of wall time", f"{facts['tokens_per_s']:,.0f}"))
-    found.append(("wall time", _duration(facts["wall_s"])))
+    found.append(("wall time", duration(facts["wall_s"])))
     for name, seconds in times.items():
         if seconds >= 0.0005 * facts["wall_s"]:
-            found.append((f"  {name}", f"{_duration(seconds)} ({seconds / facts['wall_s']:.1%})"))
+            found.append((f"  {name}", f"{duration(seconds)} ({seconds / facts['wall_s']:.1%})"))
     if facts["goodput"] is not None:
         found.append(("goodput (training / wall time)", f"{facts['goodput']:.1%}"))
     if facts["short_handed_s"]:
-        found.append(("longer steps while groups were away", _duration(facts["short_handed_s"])))
+        found.append(("longer steps while groups were away", duration(facts["short_handed_s"])))
     words = {"losses": "lost", "returns": "came back", "leaves": "left in order", "joins": "joined"}
     moves = [f"{facts[name]} {does}" for name, does in words.items() if facts[name]]
     found.append(("groups", ", ".join(moves) or "none was lost, left or joined"))
@@ -142,12 +141,3 @@ def _ended(record: RunRecord, state: run_state.RunState) -> str:
     else:
         said = f"all {line['step'] + 1} steps are done" if line["event"] == "end" else f"stopped: {line['reason']}"
     return "; ".join([said, *state.not_saved])
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration for people: two units at most."""
-    for place, (unit, size) in enumerate(_UNITS):
-        if seconds >= size:
-            below, smaller = _UNITS[place + 1] if place + 1 < len(_UNITS) else ("s", 1)
-            return f"{seconds // size:.0f} {unit} {seconds % size // smaller:.0f} {below}"
-    return f"{seconds:.3g} s"

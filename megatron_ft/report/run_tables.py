@@ -12,9 +12,6 @@ from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import Failure, RunRecord
 from megatron_ft.utils.tables import Column, FittedTable
 
-_OLDER = ("step", "node")
-"""Values of ``what`` in lines about steps and nodes, which versions before 0.2 wrote."""
-
 
 def failures_table(record: RunRecord) -> FittedTable:
     """Return a table with one row per lost group."""
@@ -87,8 +84,6 @@ def supervisor_table(record: RunRecord) -> FittedTable:
     """Return a table with one row for each line that a supervisor wrote to the record."""
     found = []
     for line in record.events("slurm"):
-        if line["what"] in _OLDER:
-            continue
         fields = {name: value for name, value in line.items() if name not in ("t", "event", "what", "job")}
         details = ", ".join(f"{name} {_joined(value)}" for name, value in fields.items())
         found.append((time.strftime("%H:%M:%S", time.localtime(line["t"])), line["what"], details))

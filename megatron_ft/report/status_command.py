@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import deque
 from datetime import timedelta
@@ -17,7 +16,7 @@ from rich.text import Text
 from megatron_ft.errors import LaunchError
 from megatron_ft.report.progress import Progress
 from megatron_ft.runlog import history, run_directory
-from megatron_ft.utils import directory_lock, shared_file, steady_clock, terminal
+from megatron_ft.utils import directory_lock, steady_clock, terminal
 
 _EVENTS = 10
 _LOOK_S = 1.0
@@ -29,12 +28,9 @@ class Status:
     """Return what is known of the run in ``run_dir``. Raises ``LaunchError`` if there is none."""
 
     def __init__(self, run_dir: Path) -> None:
-        try:
-            self._config = json.loads(shared_file.read_record(run_dir / "config.json"))
-        except (OSError, ValueError) as error:
-            raise LaunchError(
-                f"{run_dir} is not the directory of a run: config.json cannot be read ({error})"
-            ) from None
+        self._config = run_directory.config(run_dir)
+        if not self._config:
+            raise LaunchError(f"{run_dir} is not the directory of a run: config.json cannot be read")
         self._run_dir, self._tail = run_dir, history.Tail(run_dir)
         self._progress = Progress(self._config["groups"])
         self._events: deque[str] = deque(maxlen=_EVENTS)

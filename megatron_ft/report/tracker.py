@@ -12,11 +12,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ft.errors import ConfigError, FTError
-from megatron_ft.report.follow import follow
+from megatron_ft.report.follow import looks
 from megatron_ft.runlog.run_state import RunState
 from megatron_ft.utils import extras, lifeline, process_name
 
@@ -123,7 +124,7 @@ def run(run_dir: Path, names: Iterable[str]) -> None:
     trackers: dict[str, Tracker] = {}
     for name in names:
         _guarded(name, trackers, lambda name=name: trackers.update({name: _TRACKERS[name](run_dir)}))
-    for event in follow(run_dir, lambda: state.over or os.getppid() != agent):
+    for event in chain.from_iterable(looks(run_dir, lambda: state.over or os.getppid() != agent)):
         state.take(event)
         found = scalars(event, state.failures)
         for name, one in list(trackers.items()) if found else []:

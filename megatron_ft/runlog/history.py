@@ -224,11 +224,10 @@ def own_file(run_dir: Path) -> Path:
 def _other_hosts_write(run_dir: Path) -> bool:
     """Whether the run has several hosts, or one that is not this one."""
     here = socket.gethostname()
-    try:
-        config = json.loads(shared_file.read_record(run_dir / "config.json"))
-        return config.get("hosts", 1) > 1 or config.get("host", here) != here or len(files(run_dir)) > 1
-    except (OSError, ValueError, AttributeError, TypeError):
+    config = shared_file.read_json(run_dir / "config.json")
+    if config is None:
         return False
+    return config.get("hosts", 1) > 1 or config.get("host", here) != here or len(files(run_dir)) > 1
 
 
 def append(run_dir: Path, event: str, **fields: Any) -> None:

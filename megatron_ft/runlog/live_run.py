@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
-from megatron_ft.runlog import run_state
-from megatron_ft.utils import shared_file
+from megatron_ft.runlog import run_directory, run_state
 
 
 class Growing(run_state.Watched):
@@ -32,19 +30,14 @@ class Growing(run_state.Watched):
 
 def uses_etcd(run_dir: Path) -> bool:
     """Return True if the run's control store is etcd, not one process of its host 0."""
-    try:
-        config = json.loads(shared_file.read_record(run_dir / "config.json"))
-        return is_etcd(config["fault_tolerance"]["store"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return is_etcd(run_directory.config(run_dir).get("fault_tolerance", {}).get("store", ""))
 
 
 def run_size(run_dir: Path) -> tuple[int, int]:
     """Return a run's number of groups and of ranks in each. Raises ``LaunchError`` if the directory has no run."""
-    try:
-        config = json.loads(shared_file.read_record(run_dir / "config.json"))
-        return config["groups"], config["ranks_per_group"]
-    except (OSError, ValueError, KeyError, TypeError):
+    config = run_directory.config(run_dir)
+    if not {"groups", "ranks_per_group"} <= config.keys():
         raise LaunchError(
             f"{os.fspath(run_dir)} holds no run (no config.json that can be read); give the --run-dir of a launch"
-        ) from None
+        )
+    return config["groups"], config["ranks_per_group"]

@@ -33,7 +33,7 @@ _END_S = 2.0
 """Seconds in which the processes of a run whose agent was killed have to end."""
 _ALL = (
     *("config.json", "ranks.json", STORE, CLAIMS, RANKS, "history.jsonl", "timeline", "logs", "faults"),
-    *("tensorboard", "wandb", "etcd"),  # "etcd": of runs of earlier versions
+    *("tensorboard", "wandb"),
 )
 
 
@@ -186,12 +186,15 @@ def what_failed_after(end: Mapping[str, Any], ended: Sequence[tuple[Path, Exit, 
     return f"{steps} done, but after that the script of group {death.group} failed: {what} [output in {log}]"
 
 
+def config(run_dir: Path) -> dict[str, Any]:
+    """Return the configuration of the run recorded there (``config.json``); empty while there is none that can be read."""
+    found = shared_file.read_json(run_dir / "config.json")
+    return found if isinstance(found, dict) else {}
+
+
 def launch_of(run_dir: Path) -> str:
     """Return the ``--job-id`` of the launch recorded there; "" if there is none."""
-    try:
-        return str(json.loads(shared_file.read_record(run_dir / "config.json")).get("job", ""))
-    except (OSError, ValueError):
-        return ""
+    return str(config(run_dir).get("job", ""))
 
 
 def what_is_saved(recorded: run_state.RunState) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, run_directory
 from megatron_ft.runlog.run_state import LEAVES
 from megatron_ft.types import CUT_OFF
 from megatron_ft.utils import shared_file
@@ -63,8 +63,6 @@ class Steps(Sequence[dict[str, Any]]):
         return len(self.numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
         return {
             "t": self.times[index],
             "event": "step",
@@ -100,8 +98,6 @@ class Lines(Sequence[dict[str, Any]]):
         return len(self._order)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
         place = self._order[index]
         return self.steps[place] if place >= 0 else self.others[-1 - place]
 
@@ -189,11 +185,8 @@ class RunRecord:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration in force; empty if the file is missing."""
-        try:
-            return json.loads(shared_file.read_record(self.run_dir / "config.json"))
-        except (FileNotFoundError, ValueError):
-            return {}  # only history.jsonl is required
+        """The configuration in force; empty if the file is missing: only history.jsonl is required."""
+        return run_directory.config(self.run_dir)
 
     @cached_property
     def groups(self) -> int:

@@ -33,6 +33,7 @@ from typing import Any
 
 from megatron_ft.errors import CheckpointError, FTError, LaunchError
 from megatron_ft.utils import durable_file, shared_file
+from megatron_ft.utils.durations import duration
 from megatron_ft.utils.vital_thread import described
 
 
@@ -322,10 +323,8 @@ def _next_turn(path: Path, run_id: str) -> int:
 def _holder(record: dict[str, Any]) -> str:
     since = record["taken"]
     with contextlib.suppress(ValueError, OverflowError):  # the clocks of two hosts may differ
-        age_s = max(0, round(time.time() - calendar.timegm(time.strptime(since, _TIME))))
-        hours, minutes = age_s // 3600, age_s // 60 % 60
-        age = f"{hours} h {minutes} min" if hours else f"{minutes} min {age_s % 60} s" if minutes else f"{age_s} s"
-        since = f"{since}, for {age}"
+        age_s = max(0.0, time.time() - calendar.timegm(time.strptime(since, _TIME)))
+        since = f"{since}, for {duration(age_s)}"
     return f"run {record['run_id']} (pid {record['pid']} on {record['host']}, since {since})"
 
 

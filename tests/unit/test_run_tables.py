@@ -295,7 +295,7 @@ def test_following_waits_for_whole_lines_and_skips_torn_ones(tmp_path):
                 file.write('nt": "b"}\ntorn\n{"event": "c"}\n')
         return look == 3
 
-    assert [event["event"] for event in follow.follow(tmp_path, stop)] == ["a", "b", "c"]
+    assert [event["event"] for events in follow.looks(tmp_path, stop) for event in events] == ["a", "b", "c"]
 
 
 def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
