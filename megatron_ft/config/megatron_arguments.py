@@ -47,7 +47,7 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
     _agree(found, given, _STAGES)
     _agree(found, given, _SLICES)
     experts = given.get(_EXPERTS, 1)
-    if experts > 1 and parallelism.setting(found, parallelism.SHARDS) is None:
+    if experts > 1 and parallelism.value_of(found, parallelism.SHARDS) is None:
         _agree(found, given, _EXPERTS)
     inner = parallelism.inner_shards(found)
     if inner % experts:
@@ -60,7 +60,7 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
     if _BATCH in given and isinstance(samples, int) and isinstance(per_group, int):
         found.setdefault(_KEYS[_BATCH], samples * per_group * shards)
     _agree(found, given, _BATCH)
-    if parallelism.setting(found, _KEYS[_CLIP]) is None:
+    if parallelism.value_of(found, _KEYS[_CLIP]) is None:
         given.setdefault(_CLIP, 1.0)  # Megatron's own default
     _agree(found, given, _CLIP)
     return found
@@ -107,7 +107,7 @@ def _agree(found: dict[str, Any], given: Mapping[str, Any], argument: str, times
     if argument not in given:
         return
     key, value = _KEYS[argument], given[argument] * times
-    has = parallelism.setting(found, key)
+    has = parallelism.value_of(found, key)
     if has is not None and has != value:
         by = f" x {parallelism.SHARDS} {times}" if times > 1 else ""
         of = f" (shards x {_MICROBATCHES} x {_KEYS[_SAMPLES]})" if argument == _BATCH else ""

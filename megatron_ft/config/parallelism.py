@@ -180,7 +180,7 @@ _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_v
 _COUNT = whole_number(1)
 
 
-def setting(config: Mapping[str, Any], name: str) -> Any:
+def value_of(config: Mapping[str, Any], name: str) -> Any:
     """Return the value of a key, of a section (``pipeline.stages``) or outside; None where it is not given, or is "auto",
     DeepSpeed's word for a value that the script decides."""
     section, _, key = name.rpartition(".")
@@ -192,7 +192,7 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _count(engine: Mapping[str, Any], name: str) -> int:
-    value = setting(engine, name)
+    value = value_of(engine, name)
     return 1 if value is None else _COUNT(name, value)
 
 

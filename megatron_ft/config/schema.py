@@ -30,11 +30,13 @@ from megatron_ft.config.validators import (
     TRUE_OR_FALSE,
     Auto,
     Rule,
+    check,
     is_number,
     nearest,
     number,
     one_of,
     or_auto,
+    setting,
     whole_number,
 )
 from megatron_ft.core.detection import collective_stalls
@@ -142,12 +144,6 @@ def _communicator(name: str, value: Any) -> str:
         raise ConfigError(f'{name} is "{value}", which is gone; use "gloo", which takes the same tensors, or "{AUTO}"')
     text: str = one_of(AUTO, *COMMUNICATORS)(name, value)
     return text
-
-
-def setting(default: Any, rule: Any) -> Any:
-    """A field of a section: ``rule`` takes its full name and a value from JSON, and returns the value in force. Its words,
-    or else its docstring, say in docs/settings.md which values it accepts (``tools/settings.py``)."""
-    return field(default=default, metadata={"rule": rule})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +328,7 @@ class FaultToleranceConfig:
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that its rule refuses, or for values that contradict each other."""
-        _check(self, "fault_tolerance")
+        check(self, "fault_tolerance.")
         detector = self.detector
         for name in ("storage_timeout_s", "outside_timeout_s"):
             value = getattr(detector, name)
@@ -805,9 +801,3 @@ def _section(cls: type, raw: Any, where: str) -> Any:
         nested = is_dataclass(default)
         values[key] = _section(type(default), value, name) if nested else known[key].metadata["rule"](name, value)
     return cls(**values)
-
-
-def _check(section: Any, where: str) -> None:
-    for f in fields(section):
-        value, name = getattr(section, f.name), f"{where}.{f.name}"
-        _check(value, name) if is_dataclass(value) else f.metadata["rule"](name, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import isfinite
 from typing import Any, Final, Literal
 
@@ -30,7 +30,25 @@ class Rule:
         """Return the value. Raises ``ConfigError`` where the rule does not accept it."""
         if not self.accepts(value):
             raise ConfigError(f"{name} is {value!r}; it must be {self.words}")
-        return value if self.kind is None or value == AUTO else self.kind(value)
+        return value if self.kind is None or value in (AUTO, None) else self.kind(value)
+
+
+def setting(default: Any, rule: Any) -> Any:
+    """A field of a dataclass: ``rule`` takes its name and a value, and returns the value in force. ``default``: as for
+    ``dataclasses.field``. Of settings of a run, its words, or else its docstring, say in docs/settings.md which values it
+    accepts (``tools/settings.py``)."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def check(value: Any, where: str = "") -> None:
+    """Raise ``ConfigError`` for a field of a dataclass whose rule refuses its value. ``where``: what stands before its name
+    in the message."""
+    for one in fields(value):
+        found, name = getattr(value, one.name), f"{where}{one.name}"
+        if is_dataclass(found):
+            check(found, f"{name}.")
+        elif "rule" in one.metadata:
+            one.metadata["rule"](name, found)
 
 
 TRUE_OR_FALSE = Rule("true or false", lambda value: isinstance(value, bool))
@@ -49,9 +67,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def number(least: float) -> Rule:
-    """Accept finite numbers that are not below ``least``."""
-    return Rule(f"a number >= {least:g}", lambda value: is_number(value) and value >= least, float)
+def number(least: float, most: float | None = None) -> Rule:
+    """Accept finite numbers from ``least`` to ``most``; None: without a limit."""
+    if most is None:
+        return Rule(f"a number >= {least:g}", lambda value: is_number(value) and value >= least, float)
+    return Rule(
+        f"a number from {least:g} to {most:g}", lambda value: is_number(value) and least <= value <= most, float
+    )
 
 
 POSITIVE = Rule("a number > 0", lambda value: is_number(value) and value > 0, float)
@@ -65,6 +87,11 @@ def one_of(*allowed: str) -> Rule:
 def or_auto(rule: Rule) -> Rule:
     """Accept "auto", and what ``rule`` accepts."""
     return Rule(f'"{AUTO}" or {rule.words}', lambda value: value == AUTO or rule.accepts(value), rule.kind)
+
+
+def or_none(rule: Rule) -> Rule:
+    """Accept None, and what ``rule`` accepts."""
+    return Rule(f"{rule.words}, or none", lambda value: value is None or rule.accepts(value), rule.kind)
 
 
 def nearest(key: str, known: Collection[str]) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from math import inf
 
-from megatron_ft.config import validators
+from megatron_ft.config.validators import POSITIVE, check, number, or_none, setting, whole_number
 from megatron_ft.errors import ConfigError
 
-WHOLE = ("gpus", "gpus_per_group", "gpus_per_node", "microbatches", "steps")
-POSITIVE = ("mtbf_s", "step_s", "checkpoint_s")
-HOURS = ("job_mtbf_hours", "repair_hours")
-NOT_NEGATIVE = ("allreduce_s", "restart_s", "detection_s", "reconfigure_s", "rejoin_s", "price_per_gpu_hour")
-OPTIONAL = ("rejoin_s", "price_per_gpu_hour", *HOURS)
 MOST_GROUPS = 100_000
 """Largest number of groups. The equations sum over groups."""
 
@@ -44,34 +39,25 @@ class Cluster:
         ConfigError: a value is out of range, or values contradict each other.
     """
 
-    gpus: int
-    gpus_per_group: int
-    mtbf_s: float
-    step_s: float
-    restart_s: float
-    checkpoint_s: float
-    steps: int
-    allreduce_s: float = 0.0
-    microbatches: int = 16
-    detection_s: float = 5.0
-    reconfigure_s: float = 2.0
-    rejoin_s: float | None = 900.0
-    price_per_gpu_hour: float | None = None
-    gpus_per_node: int = 8
-    job_mtbf_hours: float | None = None
-    repair_hours: float | None = None
+    gpus: int = setting(MISSING, whole_number(1))
+    gpus_per_group: int = setting(MISSING, whole_number(1))
+    mtbf_s: float = setting(MISSING, POSITIVE)
+    step_s: float = setting(MISSING, POSITIVE)
+    restart_s: float = setting(MISSING, number(0))
+    checkpoint_s: float = setting(MISSING, POSITIVE)
+    steps: int = setting(MISSING, whole_number(1))
+    allreduce_s: float = setting(0.0, number(0))
+    microbatches: int = setting(16, whole_number(1))
+    detection_s: float = setting(5.0, number(0))
+    reconfigure_s: float = setting(2.0, number(0))
+    rejoin_s: float | None = setting(900.0, or_none(number(0)))
+    price_per_gpu_hour: float | None = setting(None, or_none(number(0)))
+    gpus_per_node: int = setting(8, whole_number(1))
+    job_mtbf_hours: float | None = setting(None, or_none(POSITIVE))
+    repair_hours: float | None = setting(None, or_none(POSITIVE))
 
     def __post_init__(self) -> None:
-        for name in WHOLE:
-            validators.whole_number(1)(name, getattr(self, name))
-        for name in POSITIVE:
-            validators.POSITIVE(name, getattr(self, name))
-        for name in HOURS:
-            if getattr(self, name) is not None:
-                validators.POSITIVE(name, getattr(self, name))
-        for name in NOT_NEGATIVE:
-            if name not in OPTIONAL or getattr(self, name) is not None:
-                validators.number(0)(name, getattr(self, name))
+        check(self)
         self._check_sizes()
         self._check_times()
 
@@ -138,9 +124,12 @@ class Cluster:
             )
 
 
+OPTIONAL = tuple(field.name for field in fields(Cluster) if field.metadata["rule"].accepts(None))
+
+
 def check_redundancy(redundancy: int, groups: int) -> None:
     """Raise ``ConfigError`` unless ``groups`` groups can host each shard ``redundancy`` times."""
-    validators.whole_number(1)("redundancy", redundancy)
+    whole_number(1)("redundancy", redundancy)
     if redundancy > groups:
         raise ConfigError(
             f"redundancy is {redundancy} but there are {groups} groups, and a group hosts a shard once; lower it to at most "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -55,21 +56,13 @@ def cluster(
     return build(inputs)
 
 
-def as_whole(text: str) -> int | str:
-    """Return the whole number that a flag's text says. Another text stays: the rule of the value refuses it, as it does
-    one in a file."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def as_number(text: str) -> float | str:
-    """Return the same for a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def as_number(text: str) -> int | float | str:
+    """Return the number that a flag's text says. Another text stays: the rule of the value refuses it, as it does one in a
+    file."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def build(inputs: Mapping[str, Any]) -> Cluster:

@@ -14,7 +14,7 @@ from megatron_ft.config import schema
 from megatron_ft.config.validators import Rule, is_number
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.planning import config_section, inputs, measured, plan_tables, verified_share
-from megatron_ft.planning.cluster import WHOLE, Cluster
+from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Recommendation, recommend
 from megatron_ft.planning.presets import PRESETS
 from megatron_ft.runlog.run_record import RunRecord
@@ -29,7 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     cluster_options(parser)
     parser.add_argument(
         "--redundancy",
-        type=inputs.as_whole,
+        type=inputs.as_number,
         metavar="R",
         help="number of groups that host each shard (default: the best for each policy)",
     )
@@ -83,8 +83,7 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
         ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
         ("price-per-gpu-hour", "price in any currency, to show the cost"),
     ):
-        kind = inputs.as_whole if name.replace("-", "_") in WHOLE else inputs.as_number
-        values.add_argument(f"--{name}", type=kind, help=text, metavar=name.rpartition("-")[2].upper())
+        values.add_argument(f"--{name}", type=inputs.as_number, help=text, metavar=name.rpartition("-")[2].upper())
 
 
 def cluster(options: argparse.Namespace) -> Cluster:

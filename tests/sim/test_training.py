@@ -259,7 +259,7 @@ def test_nonsense_is_refused_with_the_rule(changes, words):
     "changes, words",
     [
         ({"shape": 0.0}, "shape is 0.0; it must be a number > 0"),
-        ({"rack_share": 1.5}, "rack_share is 1.5; it must lie between 0 and 1"),
+        ({"rack_share": 1.5}, "rack_share is 1.5; it must be a number from 0 to 1"),
         ({"renewal": "daily"}, "system, groups, replaced"),
         ({"rack_groups": 0}, "whole number >= 1"),
     ],

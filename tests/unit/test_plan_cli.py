@@ -153,7 +153,7 @@ def refused(capsys, *arguments: object) -> str:
         ([*JOB, *RATE, "--checkpoint-s", "0"], ["checkpoint_s is 0", "> 0"]),
         ([*JOB, *RATE, "--allreduce-s", "2"], ["allreduce_s is 2", "step_s is 2"]),
         ([*JOB, *RATE, "--gpus", "0"], ["gpus is 0", "whole number >= 1"]),
-        ([*JOB, *RATE, "--gpus", "6.5"], ["gpus is '6.5'", "whole number"]),
+        ([*JOB, *RATE, "--gpus", "6.5"], ["gpus is 6.5", "whole number"]),
         ([*JOB, *RATE, "--gpus", "60"], ["gpus is 60", "must divide", "56"]),
         ([*JOB, *RATE, "--gpus", "8000000000"], ["1000000000 groups", "at most 100000"]),
         ([*JOB, *RATE, "--redundancy", "9"], ["redundancy is 9", "8 groups"]),
@@ -228,7 +228,7 @@ def test_the_all_reduce_from_bytes_and_bandwidth(capsys):
     [
         (["--gradient-gb", "4"], "link_gb_s is missing; give --link-gb-s too"),
         (["--gradient-gb", "4", "--link-gb-s", "0"], "link_gb_s is 0"),
-        (["--gradient-gb", "-4", "--link-gb-s", "1"], "gradient_gb is -4.0; it must be a number >= 0"),
+        (["--gradient-gb", "-4", "--link-gb-s", "1"], "gradient_gb is -4; it must be a number >= 0"),
         (
             ["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-s", "1"],
             "allreduce_s and gradient_gb are both given",

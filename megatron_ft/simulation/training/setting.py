@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, get_args
 
-from megatron_ft.config.validators import POSITIVE, number, one_of, whole_number
+from megatron_ft.config.validators import POSITIVE, Rule, check, number, one_of, or_none, setting, whole_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.cluster import Cluster, check_redundancy
 
@@ -35,20 +35,16 @@ class Failures:
         trace: Recorded failures, (seconds since the start, group), in place of all this.
     """
 
-    shape: float = 0.78
-    renewal: Renewal = "system"
+    shape: float = setting(0.78, POSITIVE)
+    renewal: Renewal = setting("system", one_of(*get_args(Renewal)))
     of_the_living: bool = True
-    rack_share: float = 0.0
-    rack_groups: int = 4
+    rack_share: float = setting(0.0, number(0, 1))
+    rack_groups: int = setting(4, whole_number(1))
     mix: bool = False
     trace: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
-        one_of(*get_args(Renewal))("renewal", self.renewal)
-        POSITIVE("shape", self.shape)
-        if number(0)("rack_share", self.rack_share) > 1:
-            raise ConfigError(f"rack_share is {self.rack_share!r}; it must lie between 0 and 1")
-        whole_number(1)("rack_groups", self.rack_groups)
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ class Setting:
         redundancy: r, the number of groups that host each shard.
         failures: Distribution of the failures.
         period_s: Seconds between two checkpoints. None: the planner's T_c* for the policy.
-        jitter: Every duration is multiplied by N(1, jitter^2).
+        jitter: Every duration is multiplied by N(1, jitter^2). Above 0.3 durations would be negative.
         in_restart: "missing": a group that fails during a restart is absent after it. "none": no group fails then.
             "after": a group that fails in it is lost right after it. "again": the restart begins anew, which never ends
             with the published numbers (a failure every 300 s, a restart of 3600 s).
@@ -81,31 +77,20 @@ class Setting:
     cluster: Cluster
     redundancy: int = 9
     failures: Failures = field(default_factory=Failures)
-    period_s: float | None = None
-    jitter: float = 0.05
-    in_restart: InRestart = "missing"
-    restart_finds: RestartFinds = "everybody"
-    duration_s: float = inf
-    placement: Placement = "golomb"
+    period_s: float | None = setting(None, or_none(POSITIVE))
+    jitter: float = setting(0.05, number(0, 0.3))
+    in_restart: InRestart = setting("missing", one_of(*get_args(InRestart)))
+    restart_finds: RestartFinds = setting("everybody", one_of(*get_args(RestartFinds)))
+    duration_s: float = setting(inf, Rule("a number > 0", lambda value: value == inf or POSITIVE.accepts(value)))
+    placement: Placement = setting("golomb", one_of(*get_args(Placement)))
     hosted: bool = True
     patch_in_replication: bool = True
-    patch_in_spare: PatchInSpare = "needed"
+    patch_in_spare: PatchInSpare = setting("needed", one_of(*get_args(PatchInSpare)))
     entry_s: float | None = None
 
     def __post_init__(self) -> None:
+        check(self)
         check_redundancy(self.redundancy, self.cluster.groups)
-        one_of(*get_args(InRestart))("in_restart", self.in_restart)
-        one_of(*get_args(RestartFinds))("restart_finds", self.restart_finds)
-        one_of(*get_args(Placement))("placement", self.placement)
-        one_of(*get_args(PatchInSpare))("patch_in_spare", self.patch_in_spare)
-        if number(0)("jitter", self.jitter) > 0.3:
-            raise ConfigError(
-                f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative"
-            )
-        if self.duration_s != inf:
-            POSITIVE("duration_s", self.duration_s)
-        if self.period_s is not None:
-            POSITIVE("period_s", self.period_s)
         if self.failures.rack_groups > self.cluster.groups:
             raise ConfigError(
                 f"rack_groups is {self.failures.rack_groups}, the cluster has {self.cluster.groups} groups"

@@ -39,24 +39,24 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``megatron-ft simulate``."""
     plan_command.cluster_options(parser)
     failures = parser.add_argument_group("failures", "their distribution")
-    for where, name, kind, default, metavar, text in (
-        (parser, "policy", str, None, "NAMES", "policies, separated by commas (default: all)"),
-        (parser, "redundancy", inputs.as_whole, None, "R", "number of groups that host each shard (default: the planner's)"),
-        (parser, "period-s", inputs.as_number, None, "S", "time between checkpoints (default: the planner's)"),
-        (parser, "trials", inputs.as_whole, 3, "N", "number of runs of each policy (default: 3)"),
-        (parser, "seed", inputs.as_whole, 0, "N", "seed of the first trial; all policies have equal seeds"),
-        (parser, "jobs", inputs.as_whole, os.cpu_count() or 1, "N", "number of processes (default: all cores)"),
-        (parser, "jitter", inputs.as_number, 0.05, "X", "relative standard deviation of all durations (default: 0.05)"),
-        (failures, "shape", inputs.as_number, 0.78, "X", "Weibull shape; 1 is exponential (default: 0.78)"),
-        (failures, "renewal", str, "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
-        (failures, "in-restart", str, "missing", "WHAT",
+    parser.add_argument("--policy", metavar="NAMES", help="policies, separated by commas (default: all)")
+    for where, name, default, metavar, text in (
+        (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
+        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
+        (parser, "trials", 3, "N", "number of runs of each policy (default: 3)"),
+        (parser, "seed", 0, "N", "seed of the first trial; all policies have equal seeds"),
+        (parser, "jobs", os.cpu_count() or 1, "N", "number of processes (default: all cores)"),
+        (parser, "jitter", 0.05, "X", "relative standard deviation of all durations (default: 0.05)"),
+        (failures, "shape", 0.78, "X", "Weibull shape; 1 is exponential (default: 0.78)"),
+        (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
+        (failures, "in-restart", "missing", "WHAT",
          "a group that fails in a restart: missing, none, again or after (default: missing)"),
-        (failures, "restart-finds", str, "everybody", "WHO",
+        (failures, "restart-finds", "everybody", "WHO",
          "groups after a restart: everybody, survivors or divisor (default: everybody)"),
-        (failures, "rack-share", inputs.as_number, 0.0, "X", "share of failures that take a whole rack"),
-        (failures, "rack-groups", inputs.as_whole, 1, "N", "number of neighbouring groups in a rack (default: 1)"),
+        (failures, "rack-share", 0.0, "X", "share of failures that take a whole rack"),
+        (failures, "rack-groups", 1, "N", "number of neighbouring groups in a rack (default: 1)"),
     ):  # fmt: skip
-        where.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+        where.add_argument(f"--{name}", type=inputs.as_number, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--like",
         type=Path,
@@ -112,7 +112,7 @@ def _simulate(settings: Mapping[str, Setting], seeds: range, jobs: int) -> Trial
     return {policy: found[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(settings)}
 
 
-def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int) -> Iterator[Result]:
+def _results(tasks: Sequence[tuple[Setting, int]], jobs: int) -> Iterator[Result]:
     if jobs == 1 or len(tasks) == 1:
         yield from starmap(simulate, tasks)
         return
