@@ -50,7 +50,7 @@ def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE)
 
     def show() -> None:
         try:
-            with ProgressView(groups, run_dir=run_dir, outputs=Outputs(run_dir, ranks_per_group, tee)) as view:
+            with ProgressView(groups, Outputs(run_dir, ranks_per_group, tee)) as view:
                 for events in looks(run_dir, done.is_set):
                     view.show_outputs()  # before what is new in the record: the run's end comes last
                     for event in events:
@@ -72,7 +72,7 @@ class Outputs:
     """The new lines in the logs of some ranks."""
 
     def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
-        self._run_dir, self._tee = run_dir, tee
+        self.run_dir, self._tee = run_dir, tee
         self._own = None if tee in (NONE, ALL) else run_directory.log(run_dir, *divmod(int(tee), ranks_per_group))
         self._read: dict[Path, tuple[int, bytes]] = {}
 
@@ -87,7 +87,7 @@ class Outputs:
         """
         if self._tee == NONE:
             return
-        logs = sorted((self._run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
+        logs = sorted((self.run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
         for log in logs:
             for line in self._lines(log, last):
                 yield line if self._own is not None else f"[{log.stem}] {line}"
@@ -110,16 +110,10 @@ class Outputs:
 class ProgressView:
     """Shows a run from the lines of its record: a bar on a terminal, else a line each minute; and every event."""
 
-    def __init__(
-        self,
-        groups: int,
-        console: Console | None = None,
-        run_dir: Path | None = None,
-        outputs: Outputs | None = None,
-    ) -> None:
+    def __init__(self, groups: int, outputs: Outputs, console: Console | None = None) -> None:
         self._console = console or terminal.console()
         self._progress = Progress(groups)
-        self._run_dir, self._outputs = run_dir, outputs
+        self._outputs = outputs
         self._next_line = 0.0
         self._ends: set[tuple[str, ...]] = set()
         self._writer: int | None = None
@@ -141,9 +135,9 @@ class ProgressView:
         """Show one line of the record."""
         progress = self._progress
         told = progress.take(event)
-        if event["event"] == "start" and self._run_dir is not None:
-            self._say(f"run directory {self._run_dir}, with the output of each rank in logs/")
-            quoted = shlex.quote(str(self._run_dir))
+        if event["event"] == "start":
+            self._say(f"run directory {self._outputs.run_dir}, with the output of each rank in logs/")
+            quoted = shlex.quote(str(self._outputs.run_dir))
             self._say(f"watch: megatron-ft status {quoted}; stop: megatron-ft stop {quoted}")
         if told:
             self._say(told)
@@ -161,30 +155,27 @@ class ProgressView:
 
     def show_outputs(self, last: bool = False) -> None:
         """Show what the ranks have written since the last call; ``last``: they have ended."""
-        if self._outputs is not None:
-            for line in self._outputs.new(last):
-                self._say(line)
+        for line in self._outputs.new(last):
+            self._say(line)
 
     def _say_writer(self, writer: int | None) -> None:
         """Say where the output of ``session.is_writer`` is from now on, when another group is the writer."""
         before, self._writer = self._writer, writer
-        if writer is None or before in (None, writer) or self._run_dir is None or self._outputs is None:
+        if writer is None or before in (None, writer):
             return
-        log = run_directory.log(self._run_dir, writer, 0)
+        log = run_directory.log(self._outputs.run_dir, writer, 0)
         shown = "is shown here" if self._outputs.shows(log) else f"is in {log}"
         self._say(f"group {writer} is the writer now (session.is_writer): its output {shown}")
 
     def _show_end(self, event: Event) -> None:
         """Show the last lines of a rank that ended by itself, unless they are shown anyway, or are those of another."""
-        if self._run_dir is None:
-            return
-        log = run_directory.log(self._run_dir, event["group"], event["position"])
+        log = run_directory.log(self._outputs.run_dir, event["group"], event["position"])
         with contextlib.suppress(OSError):
             lines = tuple(shared_file.read_record(log).decode(errors="replace").splitlines()[-_LAST_LINES:])
             if lines in self._ends:
                 return
             self._ends.add(lines)
-            if self._outputs is not None and self._outputs.shows(log):
+            if self._outputs.shows(log):
                 return
             self._say(f"the last lines of {log}:")
             for line in lines:

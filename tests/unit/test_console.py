@@ -95,7 +95,7 @@ def test_the_record_of_a_run_reaches_no_terminal_as_it_is(colors):
     table = Table("one")
     table.add_row(f"[red]{HOSTILE}")
     made = console(file=io.StringIO(), force_terminal=colors, width=200)
-    follow.ProgressView(2, made).update(event)
+    follow.ProgressView(2, follow.Outputs(Path(), 1, "none"), made).update(event)
     made.print(table)
     shown = made.file.getvalue()
     assert shown.count(r"\x1b]0;owned") == 2
@@ -130,7 +130,7 @@ def unquoted(text: ast.JoinedStr) -> list[str]:
 
 
 def test_the_lines_of_a_run_name_its_directory_for_the_shell(capsys):
-    view = follow.ProgressView(2, Console(width=200), Path("r/a b$(touch X)"))
+    view = follow.ProgressView(2, follow.Outputs(Path("r/a b$(touch X)"), 1, "none"), Console(width=200))
     view.update({"event": "start", "t": 0.0})
     assert (
         "watch: megatron-ft status 'r/a b$(touch X)'; stop: megatron-ft stop 'r/a b$(touch X)'"

@@ -86,8 +86,8 @@ def test_a_group_that_is_added_joins_and_one_that_was_lost_is_back():
     )
 
 
-def test_without_a_terminal_there_is_a_line_each_minute(capsys):
-    shown = follow.ProgressView(2, Console(force_terminal=False, width=40))
+def test_without_a_terminal_there_is_a_line_each_minute(tmp_path, capsys):
+    shown = follow.ProgressView(2, follow.Outputs(tmp_path, 1, "none"), Console(force_terminal=False, width=40))
     for number in range(200):
         shown.update(step(number, 1000.0 + number))
     lines = capsys.readouterr().out.splitlines()
@@ -105,8 +105,7 @@ def test_the_last_lines_of_a_rank_that_ended_by_itself_are_shown(tmp_path, capsy
     log.write_text("".join(f"line {number}\n" for number in range(30)) + "train.py: error: argument --lr: invalid\n")
     for tee, expected in (("none", True), ("0", True), ("2", False), ("all", False)):
         console = Console(force_terminal=False, width=40)
-        outputs = follow.Outputs(tmp_path, 2, tee)
-        shown = follow.ProgressView(2, console, tmp_path, outputs)
+        shown = follow.ProgressView(2, follow.Outputs(tmp_path, 2, tee), console)
         shown.update(fault())
         said = capsys.readouterr().out
         assert ("  train.py: error: argument --lr: invalid" in said) == expected
@@ -189,9 +188,7 @@ def test_a_clock_that_is_set_changes_no_duration(tmp_path, monkeypatch):
 
 
 def test_the_output_of_a_writer_that_has_moved_is_named(tmp_path, capsys):
-    display = follow.ProgressView(
-        3, Console(force_terminal=False, width=400), tmp_path, follow.Outputs(tmp_path, 1, "0")
-    )
+    display = follow.ProgressView(3, follow.Outputs(tmp_path, 1, "0"), Console(force_terminal=False, width=400))
     for event in (
         view(0, [0, 1, 2]),
         view(1, [0, 1], lost=["2"]),

@@ -124,7 +124,7 @@ def test_a_rank_that_was_given_up_has_no_exit_status(run_dir):
     history.append(run_dir, "fault", **fields, incarnation=1, how="agent's look at the process", detected_s=None)
     assert f" {why} " in text_of(run_tables.failures_table(RunRecord.load(run_dir)))
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    view = follow.ProgressView(2, console)
+    view = follow.ProgressView(2, follow.Outputs(run_dir, 1, "none"), console)
     view.update({"event": "fault", **fields})
     view.update({"event": "fault", **fields, "code": 3, "detail": "out of memory"})
     said = console.export_text()
@@ -134,7 +134,7 @@ def test_a_rank_that_was_given_up_has_no_exit_status(run_dir):
 
 def test_a_group_that_comes_back_is_listed(run_dir):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    view = follow.ProgressView(2, console)
+    view = follow.ProgressView(2, follow.Outputs(run_dir, 1, "none"), console)
     start = {"group": 1, "incarnation": 2, "attempt": 1, "after_s": 0.5, "pids": [7, 8], "host": "h"}
     view.update({"event": "restart", **start})
     view.update({"event": "given_up", "group": 1, "incarnation": 2, "reason": "too often"})
@@ -299,7 +299,7 @@ def test_following_waits_for_whole_lines_and_skips_torn_ones(tmp_path):
 
 
 def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
-    with follow.ProgressView(2, Console(force_terminal=False, width=200)) as view:
+    with follow.ProgressView(2, follow.Outputs(run_dir, 1, "none"), Console(force_terminal=False, width=200)) as view:
         for event in history.read(run_dir):
             view.update(event)
     said = capsys.readouterr().out
@@ -314,7 +314,7 @@ def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
 
 def test_on_a_terminal_there_is_a_bar(run_dir):
     console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with follow.ProgressView(2, console) as view:
+    with follow.ProgressView(2, follow.Outputs(run_dir, 1, "none"), console) as view:
         *events, end = history.read(run_dir)
         for event in events:
             view.update(event)
