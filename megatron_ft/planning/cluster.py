@@ -29,7 +29,6 @@ class Cluster:
         detection_s: Time until the survivors know of a failure, in seconds.
         reconfigure_s: Time from there until they continue (agree, decide, shrink), in seconds.
         rejoin_s: Time until a lost group is back, in seconds. None: it does not come back.
-        price_per_gpu_hour: Price of a GPU for an hour, in any currency. None: unknown.
         gpus_per_node: Number of GPUs in each node.
         job_mtbf_hours: Mean time between failures that end the whole job whatever the policy (fabric, shared file
             system, scheduler), in hours, beside those of ``mtbf_s``. None: they are left out.
@@ -51,7 +50,6 @@ class Cluster:
     detection_s: float = setting(5.0, number(0))
     reconfigure_s: float = setting(2.0, number(0))
     rejoin_s: float | None = setting(900.0, or_none(number(0)))
-    price_per_gpu_hour: float | None = setting(None, or_none(number(0)))
     gpus_per_node: int = setting(8, whole_number(1))
     job_mtbf_hours: float | None = setting(None, or_none(POSITIVE))
     repair_hours: float | None = setting(None, or_none(POSITIVE))

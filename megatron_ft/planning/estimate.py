@@ -46,7 +46,6 @@ class Estimate:
         relative_time: Time-to-train over the failure-free T_0. Infinite where the job makes no progress.
         gpu_hours: GPU-hours of the job.
         gpu_hours_lost: GPU-hours beyond the failure-free ones.
-        cost_lost: Their price. None: no price is given.
         notes: Reservations, for the table.
     """
 
@@ -62,7 +61,6 @@ class Estimate:
     relative_time: float
     gpu_hours: float
     gpu_hours_lost: float
-    cost_lost: float | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -288,7 +286,6 @@ def _estimate(
     time_s = cluster.failure_free_s * relative
     hours = cluster.gpus * time_s / closed_forms.HOUR_S
     lost = hours - cluster.gpus * cluster.failure_free_s / closed_forms.HOUR_S
-    price = cluster.price_per_gpu_hour
     uptime_s = _either_s(endured * cluster.mtbf_s, cluster.job_mtbf_s)
     return Estimate(
         policy=policy,
@@ -303,7 +300,6 @@ def _estimate(
         relative_time=relative,
         gpu_hours=hours,
         gpu_hours_lost=lost,
-        cost_lost=None if price is None else lost * price,
         notes=_notes(cluster, policy, r, uptime_s, period_s, relative),
     )
 

@@ -81,7 +81,6 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
         ("rejoin-s", "time until a lost group is back, or none (default: 900)"),
         ("job-mtbf-hours", "time between failures that end the whole job: fabric, file system (default: none)"),
         ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
-        ("price-per-gpu-hour", "price in any currency, to show the cost"),
     ):
         values.add_argument(f"--{name}", type=inputs.as_number, help=text, metavar=name.rpartition("-")[2].upper())
 
@@ -126,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(Console(), described, plan, pasted, hints, source)
         if share is not None:
-            Console().print(verified_share.table(described, share))
+            verified_share.table(described, share).show(Console())
         for what, path in (("picture", options.plot), ("section", options.out)):
             if path:
                 print(f"{what}: {path}")
@@ -141,10 +140,10 @@ def _print(
     hints: list[str],
     source: str | None,
 ) -> None:
-    console.print(plan_tables.cluster_table(cluster))
+    plan_tables.cluster_table(cluster).show(console)
     if source:
         console.print(f"[dim]{escape(source)}[/dim]")
-    plan_tables.policy_table(cluster, plan).show(console)
+    plan_tables.policy_table(plan).show(console)
     console.print(f"\n[bold]Recommended:[/bold] {escape(plan.reason)}\n")
     if pasted is not None:
         console.print("For the config:")

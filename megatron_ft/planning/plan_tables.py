@@ -6,8 +6,6 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from rich.table import Table
-
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.config_section import Section
 from megatron_ft.planning.estimate import SEARCHED, Estimate, Recommendation, search
@@ -22,13 +20,12 @@ _DIGITS = 6
 """Significant digits of numbers in the JSON; more would differ between versions of scipy."""
 
 
-def policy_table(cluster: Cluster, plan: Recommendation) -> FittedTable:
+def policy_table(plan: Recommendation) -> FittedTable:
     """Return a table with one row per policy, fastest first."""
-    names = ["r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost"]
-    names += [] if cluster.price_per_gpu_hour is None else ["cost\nlost"]
+    names = ("r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost")
     least = {"J": 3, "A": 2, "mu": 1}
     columns = [Column("policy"), *(Column(name, right=True, last=least.get(name, 0)) for name in names)]
-    rows = [_row(cluster, estimate) for estimate in plan.estimates]
+    rows = [_row(estimate) for estimate in plan.estimates]
     notes = [note for estimate in plan.estimates for note in estimate.notes]
     if any(estimate.policy in SEARCHED for estimate in plan.estimates):
         notes.insert(0, f"SPARe's r* = floor(log2 N + 0.833) = {plan.r_star}.")
@@ -37,8 +34,8 @@ def policy_table(cluster: Cluster, plan: Recommendation) -> FittedTable:
     return FittedTable("Policies", columns, rows, "no policy fits the cluster", caption, best)
 
 
-def _row(cluster: Cluster, e: Estimate) -> list[str]:
-    row = [
+def _row(e: Estimate) -> list[str]:
+    return [
         e.policy.replace("_rejoin", "\n+ rejoin"),
         str(e.redundancy) if e.redundancy > 1 else "-",
         f"{e.endured:.4g}" if isfinite(e.endured) else "never",
@@ -50,19 +47,13 @@ def _row(cluster: Cluster, e: Estimate) -> list[str]:
         short(e.time_s),
         large(e.gpu_hours_lost),
     ]
-    if e.cost_lost is not None:
-        row.append(large(e.cost_lost))
-    return row
 
 
-def cluster_table(cluster: Cluster) -> Table:
+def cluster_table(cluster: Cluster) -> FittedTable:
     """Return a table of the plan's input."""
-    table = Table(title="Cluster", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
     failures = cluster.failure_free_s / cluster.mtbf_s
     rejoin = "never" if cluster.rejoin_s is None else duration(cluster.rejoin_s)
-    for name, value in (
+    rows = (
         ("GPUs, in groups of", f"{cluster.gpus:,} / {cluster.gpus_per_group:,}"),
         ("groups (N), microbatches of each (G)", f"{cluster.groups:,} / {cluster.microbatches}"),
         ("a failure somewhere every", duration(cluster.mtbf_s)),
@@ -76,9 +67,8 @@ def cluster_table(cluster: Cluster) -> Table:
         ("checkpoint, restart", f"{cluster.checkpoint_s:g} s / {duration(cluster.restart_s)}"),
         ("detection, reconfiguration", f"{cluster.detection_s:g} s / {cluster.reconfigure_s:g} s"),
         ("a lost group is back after", rejoin),
-    ):
-        table.add_row(name, value)
-    return table
+    )
+    return FittedTable("Cluster", (Column(""), Column("", right=True)), rows, "")
 
 
 def as_json(

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
-from rich.table import Table
-
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.utils.durations import duration
+from megatron_ft.utils.tables import Column, FittedTable
 
 
 @dataclass(frozen=True)
@@ -78,24 +77,24 @@ def choices(cluster: Cluster, share: float) -> list[Verified]:
     return [effect(groups, cluster.microbatches, number, share, compute) for number in numbers]
 
 
-def table(cluster: Cluster, share: float) -> Table:
+def table(cluster: Cluster, share: float) -> FittedTable:
     """Return the choices as a table."""
-    shown = Table(
-        title=f"Verification: a host that computes {share:g} of its microbatches wrongly",
-        title_justify="left",
-        caption="microbatches_per_step: verify. A wrong microbatch is replaced in its step if it is verified.",
-        caption_justify="left",
-    )
-    for name in (
+    names = (
         "microbatches\nper step",
         "one wrong is\nfound at once",
         "host is\nfound after",
         "wrong updates\nbefore",
         "step\ntime",
-    ):
-        shown.add_column(name, justify="right")
+    )
+    rows = []
     for one in choices(cluster, share):
         time = "never" if one.steps == inf else duration(one.steps * cluster.step_s * one.step_factor)
         wrong = "-" if one.wrong_updates == inf else f"{one.wrong_updates:.3g}"
-        shown.add_row(str(one.per_step), f"{one.covered:.2%}", time, wrong, f"{one.step_factor:.3f}")
-    return shown
+        rows.append((str(one.per_step), f"{one.covered:.2%}", time, wrong, f"{one.step_factor:.3f}"))
+    return FittedTable(
+        f"Verification: a host that computes {share:g} of its microbatches wrongly",
+        [Column(name, right=True) for name in names],
+        rows,
+        "a single group has no other that could verify",
+        "microbatches_per_step: verify. A wrong microbatch is replaced in its step if it is verified.",
+    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable
-from functools import reduce
-from typing import Any
 
 from megatron_ft.errors import ConfigError
 
@@ -43,17 +41,8 @@ def lacking(names: Iterable[str]) -> list[str]:
 
 def _exists(name: str) -> bool:
     """True if a dotted name is a module, or an attribute of one."""
-    words = name.split(".")
-    for count in range(len(words), 0, -1):
-        try:
-            module: Any = importlib.import_module(".".join(words[:count]))
-        except ModuleNotFoundError:
-            if count == 1:
-                raise
-            continue
-        try:
-            reduce(getattr, words[count:], module)
-        except AttributeError:
-            return False
-        return True
-    return False
+    try:
+        pkgutil.resolve_name(name)
+    except AttributeError:
+        return False
+    return True
