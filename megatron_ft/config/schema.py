@@ -123,15 +123,10 @@ def _microbatches(name: str, value: Any) -> tuple[str, ...]:
         raise ConfigError(f"{name} is {value!r}; {rule}") from None
 
 
-def _count_or_slack(name: str, value: Any) -> int | str:
-    """Accept "slack" or a whole number >= 0."""
-    if value == verification.SLACK:
-        return verification.SLACK
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f'{name} is {value!r}; it must be a whole number, 0 or more, or "{verification.SLACK}"')
-    return value
-
-
+_COUNT_OR_SLACK = Rule(
+    f'a whole number >= 0, or "{verification.SLACK}"',
+    lambda value: value == verification.SLACK or whole_number(0).accepts(value),
+)
 COMMUNICATORS = ("nccl", "gloo")
 """Communicators between groups, in the order of preference (``collectives.communicator_choice``)."""
 _GONE = ("staged", "reconfigure")
@@ -221,7 +216,7 @@ class RejoinConfig:
 class VerifyConfig:
     """How much of the computation is verified (docs/exactness.md)."""
 
-    microbatches_per_step: int | str = setting(0, _count_or_slack)
+    microbatches_per_step: int | str = setting(0, _COUNT_OR_SLACK)
     """Number of microbatches of each step that a second group computes, to find silent corruption. It needs
     ``reduction`` "exact". "slack": those that standby groups compute anyway."""
 

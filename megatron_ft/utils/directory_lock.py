@@ -211,7 +211,7 @@ def take(
             "pid": os.getpid(),
             "boot": _boot(),
             "taken": time.strftime(_TIME, time.gmtime()),
-            "turn": _next_turn(path, run_id),
+            "turn": before["turn"] + 1 if before is not None and before["run_id"] == run_id else 0,
             "token": secrets.token_hex(8),
             "beat": 0,
             "released": False,
@@ -313,11 +313,6 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 
 def _turn(record: dict[str, Any]) -> tuple[int, str]:
     return record["turn"], record["token"]
-
-
-def _next_turn(path: Path, run_id: str) -> int:
-    found = _read(path)
-    return found["turn"] + 1 if found is not None and found["run_id"] == run_id else 0
 
 
 def _holder(record: dict[str, Any]) -> str:

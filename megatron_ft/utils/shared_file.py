@@ -64,17 +64,14 @@ class Refused(PermissionError):
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE) -> int:
+def open_file(path: str | os.PathLike[str], flags: int) -> int:
     """Return the descriptor of a regular file of this user or root, opened with ``flags`` (``os.O_RDWR | os.O_CREAT``).
-
-    Args:
-        mode: of a new file, before the umask.
 
     Raises:
         Refused: ``path`` is a link, a FIFO, a device or a socket, or belongs to another user.
         OSError: the file system refuses.
     """
-    return _opened(path, flags, mode, _is_own)
+    return _opened(path, flags, _is_own)
 
 
 def append_to(path: str | os.PathLike[str]) -> BinaryIO:
@@ -84,7 +81,7 @@ def append_to(path: str | os.PathLike[str]) -> BinaryIO:
 
 def open_record(path: str | os.PathLike[str]) -> BinaryIO:
     """Return the file for reading. It may also belong to the owner of its directory; errors as for :func:`open_file`."""
-    return open(_opened(path, os.O_RDONLY, 0, _is_own_or_of_directory), "rb")
+    return open(_opened(path, os.O_RDONLY, _is_own_or_of_directory), "rb")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -144,7 +141,7 @@ def make_directory(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
     return True
 
 
-def _opened(path: str | os.PathLike[str], flags: int, mode: int, trusts: Callable[[os.stat_result, str], bool]) -> int:
+def _opened(path: str | os.PathLike[str], flags: int, trusts: Callable[[os.stat_result, str], bool]) -> int:
     made = False
     while True:
         try:
@@ -158,7 +155,7 @@ def _opened(path: str | os.PathLike[str], flags: int, mode: int, trusts: Callabl
                 raise Refused(path, f"is {_kind(path)}") from None
             raise
         with contextlib.suppress(FileExistsError):  # another process makes it in this moment
-            fd, made = os.open(path, flags | os.O_EXCL | _ALWAYS, mode), True
+            fd, made = os.open(path, flags | os.O_EXCL | _ALWAYS, PRIVATE), True
             break
     status = os.fstat(fd)
     found = ""
