@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError
 
-YAML = (".yaml", ".yml")
+_YAML = (".yaml", ".yml")
 
 
 def read(path: Path, what: str) -> dict[str, Any]:
-    """Return the names and values of a file; one that ends in ``YAML`` is read as such. ``what`` names it in messages.
+    """Return the names and values of a file; one that ends in .yaml or .yml is read as YAML. ``what`` names it in messages.
 
     Raises ``ConfigError`` for a file that cannot be read, is not an object, or gives a name twice; ``ModuleNotFoundError``
     without PyYAML (``utils.extras``).
@@ -25,11 +25,11 @@ def read(path: Path, what: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} cannot be read: {error}") from None
     try:
-        found = _yaml(text) if path.suffix.lower() in YAML else json.loads(text, object_pairs_hook=_once)
+        found = _yaml(text) if path.suffix.lower() in _YAML else json.loads(text, object_pairs_hook=_once)
     except ConfigError as error:
         raise ConfigError(f"{what} {path}: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{what} {path}: it is not JSON: {error}") from None
+        raise ConfigError(f"{what} {path}: it is not JSON: {error}; a YAML file ends in {' or '.join(_YAML)}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{what} {path}: it holds a {type(found).__name__}; it must be an object of names and values")
     return found

@@ -114,8 +114,6 @@ def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the values of a YAML or JSON file with the keys ``NAMES``."""
-    if path.suffix.lower() not in (".json", *settings_file.YAML):
-        raise ConfigError(f"file {path} ends in {path.suffix!r}; the name must end in .yaml, .yml or .json")
     raw = settings_file.read(path, "file")
     for name, value in raw.items():
         if name not in NAMES:

@@ -37,9 +37,8 @@ class Status:
 
     def look(self) -> bool:
         """Read what is new in the record. Return whether the run goes on, as far as is known."""
-        lives = (
-            self._lives() is not False
-        )  # before the record is read: its last line is written before the lock is free
+        # Before the record is read: its last line is written before the lock is free.
+        lives = self._lives() is not False
         for event in self._tail.new():
             told = self._progress.take(event)
             if event["event"] == "stop":

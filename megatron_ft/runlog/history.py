@@ -395,9 +395,8 @@ class History:
             self._present.clear()
             if self._writer:
                 self._recall(heads=status.st_size <= _TAIL_BYTES)  # all of the file is read: they are not repeated
-                return _write(given(self._fd), b"")[
-                    1
-                ]  # only the newline may be gone: that line is whole, and is not repeated
+                # Only the newline may be gone: that line is whole, and is not repeated.
+                return _write(given(self._fd), b"")[1]
         return status.st_size
 
     def _recall(self, heads: bool = False) -> None:

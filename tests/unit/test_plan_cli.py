@@ -191,7 +191,7 @@ def test_a_mistake_is_one_clear_line(capsys, arguments, words):
         ("plan.yaml", b"gpus: 64\ngpus: 32\n", ["'gpus' is given twice"]),
         ("plan.yaml", b"a: {b: !!python/name:os.system }\n", ["is not YAML"]),
         ("plan.yaml", b"", ["holds a NoneType"]),
-        ("plan.toml", b"gpus = 64", ["'.toml'", ".yaml"]),
+        ("plan.toml", b"gpus = 64", ["it is not JSON", "a YAML file ends in .yaml"]),
     ],
 )
 def test_a_bad_file_is_one_clear_line(capsys, tmp_path, name, content, words):
