@@ -48,8 +48,8 @@ def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 def _yaml(text: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _once((self.construct_object(key, deep=True), None) for key, _ in node.value)
             return super().construct_mapping(node, deep)
 

@@ -112,7 +112,7 @@ def _simulate(settings: Mapping[str, Setting], seeds: range, jobs: int) -> Trial
     return {policy: found[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(settings)}
 
 
-def _results(tasks: Sequence[tuple[Setting, int]], jobs: int) -> Iterator[Result]:
+def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int) -> Iterator[Result]:
     if jobs == 1 or len(tasks) == 1:
         yield from starmap(simulate, tasks)
         return
