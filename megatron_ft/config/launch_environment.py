@@ -165,11 +165,6 @@ def _or(value: str, default: str) -> Callable[[Environ], str]:
     return lambda environ: _value(value, environ) or default
 
 
-def _most(value: str) -> Callable[[Environ], str]:
-    """Return a value: the higher one of torchrun's ``LEAST:MOST``."""
-    return lambda environ: _value(value, environ).rpartition(":")[2]
-
-
 def _step(environ: Environ) -> str:
     """Return the id of the Slurm step that runs on every host of this start; "" in a shell of Slurm."""
     step = environ.get("SLURM_STEP_ID", "")
@@ -376,7 +371,7 @@ _NUMBERED = (
     _Environment(
         name="Kubernetes' training operator",
         signs=("PET_NNODES",),
-        hosts=_most("PET_NNODES"),
+        hosts=lambda environ: _value("PET_NNODES", environ).rpartition(":")[2],  # the higher one of LEAST:MOST
         rank="PET_NODE_RANK",
         first="PET_MASTER_ADDR|MASTER_ADDR",
         port="PET_MASTER_PORT|MASTER_PORT",

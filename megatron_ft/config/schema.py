@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft import codec
-from megatron_ft.config import parallelism, settings_file
-from megatron_ft.config.store_address import EtcdAddress
+from megatron_ft.config import parallelism, settings_file, store_address
 from megatron_ft.config.validators import (
     AUTO,
     POSITIVE,
@@ -94,16 +93,15 @@ def store_setting(name: str, value: Any) -> str:
     text: str = STRING(name, value)
     if text in (AUTO, EMBEDDED):
         return EMBEDDED
-    nodes = '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
     if text == "etcd":
         raise ConfigError(
             f'{name} is "etcd", but a run starts no etcd of its own any more; leave it out for the embedded store, which '
-            f"survives the same losses, or give {nodes}"
+            f"survives the same losses, or give {store_address.RULE}"
         )
     if "://" not in text:
-        raise ConfigError(f'{name} is {value!r}; it must be "{EMBEDDED}" or {nodes}')
+        raise ConfigError(f'{name} is {value!r}; it must be "{EMBEDDED}" or {store_address.RULE}')
     try:
-        EtcdAddress.parse(value)
+        store_address.EtcdAddress.parse(value)
     except ValueError as error:
         shown = re.sub(r"password=[^&]*", "password=...", value)
         raise ConfigError(f"{name} is {shown!r}{error}") from None
@@ -502,7 +500,12 @@ def resolve(
             f"raise it or leave it out"
         )
     if section.policy == policies.RESTART:
-        section = _restart(section)
+        if not section.checkpoint.directory:
+            raise ConfigError(
+                'fault_tolerance.policy is "restart" but fault_tolerance.checkpoint.directory is empty: every loss would '
+                "throw away the whole run; name a directory"
+            )
+        section = replace(section, rejoin=replace(section.rejoin, enabled=False))  # a run with a lost group ends
     if section.standby != "none" and section.policy != policies.STACKED_QUOTA:
         raise ConfigError(
             f'fault_tolerance.standby is "{section.standby}" but policy is "{section.policy}", which has standby work of '
@@ -594,16 +597,6 @@ def _check_exact(section: FaultToleranceConfig, groups: int) -> None:
             f"fault_tolerance.verify.microbatches_per_step is {count!r} with one group, which no other can verify; start "
             f"with more --groups"
         )
-
-
-def _restart(section: FaultToleranceConfig) -> FaultToleranceConfig:
-    """The section for the policy "restart": a run with a lost group ends."""
-    if not section.checkpoint.directory:
-        raise ConfigError(
-            'fault_tolerance.policy is "restart" but fault_tolerance.checkpoint.directory is empty: every loss would throw '
-            "away the whole run; name a directory"
-        )
-    return replace(section, rejoin=replace(section.rejoin, enabled=False))
 
 
 def policy_of(run: RunConfig) -> policies.Policy:

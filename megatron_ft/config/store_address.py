@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl, urlencode
 
 from megatron_ft.config.validators import nearest
+from megatron_ft.utils import net
 
 PASSWORD_VARIABLE = "MEGATRON_FT_ETCD_PASSWORD"
 """Environment variable with the password of ``user``, where ``password_file`` is not given."""
 _SCHEMES = {"etcd": False, "etcds": True}
 """For each scheme: whether connections are encrypted."""
-_RULE = '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
+RULE = '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
 
 
 def is_etcd(text: str) -> bool:
@@ -55,11 +56,11 @@ class EtcdAddress:
         scheme, _, rest = text.partition("://")
         nodes, question, query = rest.partition("?")
         if not is_etcd(text):
-            raise ValueError(f"; it must be {_RULE}")
+            raise ValueError(f"; it must be {RULE}")
         tls = _SCHEMES[scheme]
         endpoints = tuple(_endpoint(node) for node in nodes.split(","))
         if len(set(endpoints)) < len(endpoints):
-            raise ValueError(f", which names a node twice; it must be {_RULE}")
+            raise ValueError(f", which names a node twice; it must be {RULE}")
         address = cls(endpoints, tls, **_options(query))
         if question and not tls:
             raise ValueError(
@@ -79,21 +80,17 @@ class EtcdAddress:
     @property
     def nodes(self) -> str:
         """As ``HOST:PORT,HOST:PORT,...``."""
-        return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.endpoints)
+        return ",".join(net.joined(*endpoint) for endpoint in self.endpoints)
 
 
 _OPTIONS = tuple(field.name for field in fields(EtcdAddress) if field.type == "str")
 
 
 def _endpoint(node: str) -> tuple[str, int]:
-    host, _, port = node.rpartition(":")
-    if (
-        not host.strip("[]")
-        or set(host) & set("/ @?")
-        or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
-    ):
-        raise ValueError(f", of which {node!r} is no HOST:PORT; it must be {_RULE}")
-    return host.strip("[]"), int(port)
+    found = net.split(node)
+    if found is None or not found[1] or set(found[0]) & set("/ @?"):
+        raise ValueError(f", of which {node!r} is no HOST:PORT; it must be {RULE}")
+    return found
 
 
 def _options(query: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, is_dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final, Literal
 
 from megatron_ft.errors import ConfigError
@@ -55,11 +55,13 @@ TRUE_OR_FALSE = Rule("true or false", lambda value: isinstance(value, bool))
 STRING = Rule("a string", lambda value: isinstance(value, str))
 
 
-def whole_number(least: int, most: int | None = None) -> Rule:
-    """Accept whole numbers from ``least`` to ``most``; None: without a limit."""
-    if most is None:
-        return Rule(f"a whole number >= {least}", lambda value: type(value) is int and value >= least)
-    return Rule(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+def whole_number(least: int, most: float = inf) -> Rule:
+    """Accept whole numbers from ``least`` to ``most``."""
+    return Rule(f"a whole number {_bounds(least, most)}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _bounds(least: float, most: float) -> str:
+    return f">= {least:g}" if most == inf else f"from {least:g} to {most:g}"
 
 
 def is_number(value: Any) -> bool:
@@ -67,13 +69,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def number(least: float, most: float | None = None) -> Rule:
-    """Accept finite numbers from ``least`` to ``most``; None: without a limit."""
-    if most is None:
-        return Rule(f"a number >= {least:g}", lambda value: is_number(value) and value >= least, float)
-    return Rule(
-        f"a number from {least:g} to {most:g}", lambda value: is_number(value) and least <= value <= most, float
-    )
+def number(least: float, most: float = inf) -> Rule:
+    """Accept finite numbers from ``least`` to ``most``."""
+    return Rule(f"a number {_bounds(least, most)}", lambda value: is_number(value) and least <= value <= most, float)
 
 
 POSITIVE = Rule("a number > 0", lambda value: is_number(value) and value > 0, float)
