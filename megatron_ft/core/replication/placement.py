@@ -101,9 +101,9 @@ class Placement:
         return np.array(list(self.hosts))
 
 
-def golomb(groups: int, redundancy: int, seed: int = 0) -> Placement:
+def golomb(groups: int, redundancy: int) -> Placement:
     """Place by cyclic rotation with Golomb offsets (SPARe, section 4, Theorem 4.1): two shards share at most one host."""
-    return cyclic(groups, golomb_offsets(groups, redundancy, seed), "golomb")
+    return cyclic(groups, golomb_offsets(groups, redundancy), "golomb")
 
 
 def consecutive(groups: int, redundancy: int) -> Placement:
@@ -131,7 +131,7 @@ def sets(groups: int, redundancy: int) -> Placement:
     return Placement(groups, redundancy, "sets", stacks, stacks)
 
 
-def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) -> Placement:
+def domain_aware(domains: Sequence[Hashable], redundancy: int) -> Placement:
     """Spread the hosts of each shard over failure domains; ``domains[g]`` is the rack or switch of group g.
 
     First, the hosts of a shard share a domain as little as possible: not at all exactly if the largest domain holds at
@@ -141,13 +141,13 @@ def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) ->
     groups, number = len(domains), {domain: i for i, domain in enumerate(dict.fromkeys(domains))}
     _check(groups, redundancy)
     label = np.array([number[domain] for domain in domains])
-    order, offsets = _spread_ring(label, redundancy, seed)
+    order, offsets = _spread_ring(label, redundancy)
     if np.array_equal(order, np.arange(groups)) and is_golomb(groups, offsets) or redundancy == groups:
         placement = cyclic(groups, offsets, "domain_aware")
     else:
         stacks = order[(np.argsort(order)[:, None] + np.array(offsets)) % groups].tolist()
         if not is_golomb(groups, offsets) and groups * redundancy**2 <= 4_000_000:  # in memory and time
-            stacks = _Exchange(stacks, label, seed).run()
+            stacks = _Exchange(stacks, label).run()
         placement = Placement(groups, redundancy, "domain_aware", tuple(map(tuple, stacks)), _transpose(stacks))
     return replace(placement, warnings=_warnings(placement, label))
 
@@ -184,19 +184,19 @@ def _check(groups: int, redundancy: int) -> None:
 # --- offsets: cyclic Golomb rulers ------------------------------------------------------------------------------------
 
 
-def golomb_offsets(groups: int, redundancy: int, seed: int = 0) -> tuple[int, ...]:
+def golomb_offsets(groups: int, redundancy: int, choice: int = 0) -> tuple[int, ...]:
     """Return ``redundancy`` offsets, 0 first, whose pairwise differences are distinct mod ``groups`` (SPARe, section 4).
 
-    A ruler stays one when it is shifted or multiplied by a unit mod N. Seed 0 takes the unit that keeps the offsets
-    farthest apart, so neighbouring groups (often of one rack) share few shards; higher seeds take the next best.
+    A ruler stays one when it is shifted or multiplied by a unit mod N. Choice 0 is the unit that keeps the offsets
+    farthest apart, so neighbouring groups (often of one rack) share few shards; higher ones are the next best.
     """
     _check(groups, redundancy)
     family = _family(groups, redundancy)
     if not len(family):
         rule = f"differences distinct mod {groups} need r * (r - 1) <= N - 1 = {groups - 1} and a known construction"
         raise ConfigError(f"redundancy is {redundancy}; {rule}: take at most {largest_redundancy(groups)}")
-    turn, row = divmod(seed, len(family))
-    return tuple(sorted(((family[row] - family[row, turn % redundancy]) % groups).tolist()))
+    row = family[choice % len(family)]
+    return tuple((row - row[0]).tolist())
 
 
 @lru_cache(maxsize=1024)
@@ -236,7 +236,7 @@ def _base(groups: int, redundancy: int) -> tuple[int, ...]:
         return tuple(_singer(redundancy - 1)[0, :redundancy].tolist())
     if groups > 256:  # the rulers above are beyond what climbing finds
         return ()
-    found = _climb(np.arange(groups), tuple(range(redundancy)), seed=0)  # every group a domain of its own
+    found = _climb(np.arange(groups), tuple(range(redundancy)))  # every group a domain of its own
     return found if is_golomb(groups, found) else ()
 
 
@@ -290,9 +290,9 @@ def _repeats(groups: int, offsets: Sequence[int]) -> int:
     return len(o) * (len(o) - 1) + 1 - len(np.unique((o[:, None] - o) % groups))
 
 
-def _climb(ring: Ints, offsets: tuple[int, ...], seed: int) -> tuple[int, ...]:
+def _climb(ring: Ints, offsets: tuple[int, ...]) -> tuple[int, ...]:
     """Move one offset at a time to a random place, if no more differences repeat and the crowding stays."""
-    groups, least, numbers = len(ring), _crowding(ring, offsets), _numbers(seed)
+    groups, least, numbers = len(ring), _crowding(ring, offsets), _numbers()
     repeats = _repeats(groups, offsets)
     for _ in range(4000):
         if repeats == 0:
@@ -304,9 +304,9 @@ def _climb(ring: Ints, offsets: tuple[int, ...], seed: int) -> tuple[int, ...]:
     return tuple(sorted(offsets))
 
 
-def _numbers(seed: int) -> Iterator[int]:
+def _numbers() -> Iterator[int]:
     """Yield numbers of a linear congruential generator: the same on every machine and with every library version."""
-    state = seed % 2**64
+    state = 0
     while True:
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         yield state >> 33
@@ -342,16 +342,16 @@ def _rings(label: Ints, redundancy: int) -> Iterator[tuple[Ints, tuple[int, ...]
         yield order.reshape(len(sizes), -1).T.ravel(), tuple(range(redundancy))
 
 
-def _spread_ring(label: Ints, redundancy: int, seed: int) -> tuple[Ints, tuple[int, ...]]:
+def _spread_ring(label: Ints, redundancy: int) -> tuple[Ints, tuple[int, ...]]:
     """Return a ring order and offsets on it with the least crowding and, if possible, no difference twice."""
     groups, found = len(label), []
     for order, start in _rings(label, redundancy):
         least = _crowding(label[order], start)
-        for i in range(min(len(_family(groups, redundancy)), 64)):
-            offsets = golomb_offsets(groups, redundancy, seed + i)
+        for choice in range(min(len(_family(groups, redundancy)), 64)):
+            offsets = golomb_offsets(groups, redundancy, choice)
             if _crowding(label[order], offsets) == least:
                 return order, offsets
-        found.append((order, _climb(label[order], start, seed)))
+        found.append((order, _climb(label[order], start)))
     return min(found, key=lambda ring: _repeats(groups, ring[1]))
 
 
@@ -361,11 +361,11 @@ class _Exchange:
     Domains do not get more crowded, and pairs of hosts that the same two shards share get fewer, in ``budget`` trials.
     """
 
-    def __init__(self, stacks: list[list[int]], label: Ints, seed: int, budget: int = 30_000) -> None:
+    def __init__(self, stacks: list[list[int]], label: Ints, budget: int = 30_000) -> None:
         self.stacks, self.label, self.budget = stacks, label.tolist(), budget
         self.hosts = [set(row) for row in _transpose(stacks)]
         self.shared = Counter(pair for stack in stacks for pair in combinations(sorted(stack), 2))
-        self.numbers = _numbers(seed)
+        self.numbers = _numbers()
 
     def run(self) -> list[list[int]]:
         """Try exchanges for pairs of shards that share more than one host until there are none, or the budget ends."""

@@ -137,12 +137,7 @@ def on_failure(roles: Roles, lost: Collection[GroupId], exact: bool = False) -> 
     gone, names = set(lost), listed(sorted(lost))
     if gone == set(roles.live):
         return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left")
-    if exact:
-        shrunk, promoted = _promote_shadows(roles, gone)
-    elif roles.boundary:
-        shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
-    else:
-        shrunk, promoted = _promote(roles, gone)
+    shrunk, promoted = _promote(roles, gone, exact)
     if sum(shrunk.contributed.values()) < roles.B:
         return _boundary(shrunk, names, promoted)
     if roles.boundary:
@@ -190,40 +185,27 @@ def patch(running: Plan, recovery: Recovery) -> Plan:
     return replace(running, assignment=patched, reason=recovery.reason, patched=running.patched | set(pool))
 
 
-def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
-    """Take the lost groups out and let the first spares of their kind move up, as far as there are any."""
+def _promote(roles: Roles, gone: set[GroupId], exact: bool) -> tuple[Roles, dict[GroupId, GroupId]]:
+    """Take the lost groups out; the first matching spare of each lost contributor moves up, if there is one."""
     shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
-    for kind, spare_kind in (("majors", "major_spares"), ("minor", "minor_spares")):
-        dead = [group for group in getattr(roles, kind) if group in gone]
-        spares = getattr(shrunk, spare_kind)
-        pairs = dict(zip(dead, spares, strict=False))
-        up = len(pairs)
-        account = {**shrunk.contributed, **{spare: roles.contributed[lost] for lost, spare in pairs.items()}}
-        members = {kind: getattr(shrunk, kind) + spares[:up], spare_kind: spares[up:]}
-        shrunk = replace(shrunk, contributed=account, **members)
-        promoted |= pairs
-    return shrunk, promoted
-
-
-def _promote_shadows(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
-    """Take the lost groups out; a spare of each lost contributor moves up, if one computes the same microbatches."""
-    shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
-    for dead in (group for group in roles.live if group in gone):
-        spare = next((s for s in shrunk.live if shrunk.shadows.get(s, (None, 0))[0] == dead), None)
-        if spare is None or not roles.contributed[dead]:
+    for dead in (group for group in roles.live if group in gone and roles.contributed[group]):
+        kind, spare_kind = ("majors", "major_spares") if dead in roles.majors else ("minor", "minor_spares")
+        if exact:
+            matching = tuple(s for s in shrunk.live if shrunk.shadows.get(s, (None, 0))[0] == dead)
+        else:
+            matching = () if roles.boundary else getattr(shrunk, spare_kind)
+        if not matching:
             continue
+        promoted[dead] = spare = matching[0]
         size = shrunk.shadows[spare][1]
         # Another spare of the lost group stands by for the one that has moved up.
         others = {s: (spare if of == dead else of, n) for s, (of, n) in shrunk.shadows.items() if s != spare}
         account = {**shrunk.contributed, spare: shrunk.contributed[spare] + size}
         shrunk = replace(shrunk, contributed=account, shadows=others)
         if not roles.boundary:
-            kind = "majors" if dead in roles.majors else "minor"
-            spares = "major_spares" if spare in shrunk.major_spares else "minor_spares"
-            rest = tuple(group for group in getattr(shrunk, spares) if group != spare)
-            moved: dict[str, Any] = {kind: (*getattr(shrunk, kind), spare), spares: rest}
+            rest = tuple(group for group in getattr(shrunk, spare_kind) if group != spare)
+            moved: dict[str, Any] = {kind: (*getattr(shrunk, kind), spare), spare_kind: rest}
             shrunk = replace(shrunk, **moved)
-        promoted[dead] = spare
     return shrunk, promoted
 
 
