@@ -23,7 +23,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,9 +58,10 @@ STATE = ("parameter", "moment", "buffer")
 """Tensors besides gradients in which a bit can be flipped; ``_NAMED`` has the prefixes of their names
 (``engines.state_tensors``)."""
 _NAMED = {"parameter": "parameter ", "moment": "optimizer exp_avg", "buffer": "buffer "}
-ON_THE_WAY = ("activation", "sum")
-"""Values that are corrupted at the moment they arise: the output of a module, a reduced bucket."""
-CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", *ON_THE_WAY, *STATE)}
+_AT_REST = ("gradient", "loss", *STATE)
+"""Values that are corrupted after a microbatch; the others at the moment they arise: the output of a module, a reduced
+bucket."""
+CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", "activation", "sum", *STATE)}
 CORRUPTIBLE = tuple(dict.fromkeys(what for some in CORRUPTIBLE_BY.values() for what in some))
 _LOOKS = ("begin", "finish")
 """Points at which the mailbox is read."""
@@ -192,7 +193,6 @@ class InjectionPoints:
         self._done: set[str] = set()
         self._slow: _Slow | None = None
         self._dice = random.Random(f"{group}.{position}")
-        self._armed = bool(self._orders)
 
     @classmethod
     def from_env(cls, group: int, position: int, incarnation: int, run_dir: Path) -> InjectionPoints:
@@ -208,61 +208,57 @@ class InjectionPoints:
         """
         if self._mailbox is not None and point in _LOOKS:
             self._poll()
-        if not self._armed:
-            return
         if self._slow is not None:
             self._slow = self._slow.pace(step, computes=point in ("forward", "backward"))
         for order in list(self._orders):
-            if order.action not in _CORRUPTIONS and order.point == point and _fits(order, step, bucket):
+            here = order.point == point and order.step in (None, step) and order.bucket in (None, bucket)
+            if here and order.action not in _CORRUPTIONS:
                 if order.after:
                     self._orders[self._orders.index(order)] = replace(order, after=order.after - 1)
                 else:
                     self._carry_out(order, step, bucket)
-        self._armed = bool(self._orders) or self._slow is not None
 
     def corrupts(self, step: int) -> bool:
         """Returns True when a gradient of that step will be corrupted; its bucket must not be sent before."""
-        return self._armed and any(_after_backward(o) and _fits(o, step, None) for o in self._orders)
+        return any(_corrupts(order, step, _AT_REST) for order in self._orders)
 
     def corrupt(self, step: int, engine: Corruptible) -> None:
         """Called after each computed microbatch. Corrupts local gradients when an order demands it."""
-        if not self._armed:
-            return
         if self._slow is not None:
             self._slow = self._slow.pace(step, computes=False)
-        for order in [order for order in self._orders if _after_backward(order) and _fits(order, step, None)]:
-            if order.probability and self._dice.random() >= order.probability:
-                continue
-            if order.probability or self._still_stands(order):
-                order = replace(order, seed=self._dice.randrange(2**32)) if order.probability else order
-                gradients = engine.local_gradients()
-                change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, _named(order, engine))
-                if self._record(order, f"{change}, step {step}"):
-                    change.make(engine.local_losses())
-        self._armed = bool(self._orders) or self._slow is not None
+        for order in self._corruptions(step, _AT_REST):
+            if order.what == "loss":
+                if self._record(order, f"NaN as loss, step {step}"):
+                    for tensor in (*engine.local_gradients(), *engine.local_losses()):
+                        tensor.fill_(float("nan"))
+            else:
+                self._corrupt(step, _Change(order, _named(order, engine)))
 
     def corrupt_activation(self, step: int, engine: Corruptible) -> None:
         """Called before each forward pass. Makes the output of a module wrong in it when an order demands it."""
-        if not self._armed:
-            return
-        for order in [order for order in self._orders if order.what == "activation" and order.step in (None, step)]:
-            if self._still_stands(order):
-                leaves = [(name, module) for name, module in engine.modules() if not list(module.children())]
-                name, module = random.Random(order.seed).choice(leaves)
-                if self._record(order, f"the output of {name}, step {step}"):
-                    _flip_output(order, name, module)
-        self._armed = bool(self._orders) or self._slow is not None
+        for order in self._corruptions(step, ("activation",)):
+            leaves = [(name, module) for name, module in engine.modules() if not list(module.children())]
+            name, module = random.Random(order.seed).choice(leaves)
+            if self._record(order, f"the output of {name}, step {step}"):
+                _flip_output(order, name, module)
 
     def corrupt_sum(self, step: int, bucket: int, reduced: torch.Tensor) -> None:
         """Called with each reduced bucket. Flips a bit in it when an order demands it."""
-        if not self._armed:
-            return
-        for order in [order for order in self._orders if order.what == "sum" and order.step in (None, step)]:
-            if order.bucket in (None, bucket) and self._still_stands(order):
-                flip = _Bitflip(order, [(f"the reduced bucket {bucket}", reduced)])
-                if self._record(order, f"{flip}, step {step}"):
-                    flip.make(())
-        self._armed = bool(self._orders) or self._slow is not None
+        for order in self._corruptions(step, ("sum",), bucket):
+            self._corrupt(step, _Change(order, [(f"the reduced bucket {bucket}", reduced)]))
+
+    def _corruptions(self, step: int, what: Sequence[str], bucket: int | None = None) -> Iterator[FaultCommand]:
+        """Yields the orders to corrupt these values now. ``bucket``: the only one that is there."""
+        for order in [order for order in self._orders if _corrupts(order, step, what)]:
+            if order.probability:
+                if self._dice.random() < order.probability:
+                    yield replace(order, seed=self._dice.randrange(2**32))
+            elif (bucket is None or order.bucket in (None, bucket)) and self._still_stands(order):
+                yield order
+
+    def _corrupt(self, step: int, change: _Change) -> None:
+        if self._record(change.order, f"{change}, step {step}"):
+            change.make()
 
     def _poll(self) -> None:
         """Reads the mailbox if it has changed."""
@@ -280,7 +276,6 @@ class InjectionPoints:
         self._seen = seen
         posted = [order for order in self._read() if order.fault not in self._done] if seen is not None else []
         self._orders = [order for order in self._orders if not order.fault] + posted
-        self._armed = bool(self._orders) or self._slow is not None
 
     def _read(self) -> list[FaultCommand]:
         try:
@@ -354,9 +349,8 @@ class InjectionPoints:
         return True
 
 
-def _fits(order: FaultCommand, step: int, bucket: int | None) -> bool:
-    anywhere = order.bucket is None or order.action in _CORRUPTIONS
-    return order.step in (None, step) and (anywhere or order.bucket == bucket)
+def _corrupts(order: FaultCommand, step: int, what: Sequence[str]) -> bool:
+    return order.action in _CORRUPTIONS and order.what in what and order.step in (None, step)
 
 
 def describe(point: str, bucket: int | None) -> str:
@@ -395,52 +389,37 @@ class _Slow:
         return _Slow(self.until, self.factor, time.perf_counter() if computes else None)
 
 
-class _NaN:
-    """Sets one element of a gradient to NaN, or all values that a loss of NaN would affect."""
-
-    def __init__(self, order: FaultCommand, gradients: Sequence[torch.Tensor]) -> None:
-        self._whole, self._gradients = order.what == "loss", gradients
-        self._bucket, self._element = _draw(order, gradients, random.Random(order.seed))
-
-    def __str__(self) -> str:
-        return "NaN as loss" if self._whole else f"NaN in element {self._element} of bucket {self._bucket}"
-
-    def make(self, losses: Sequence[torch.Tensor]) -> None:
-        if not self._whole:
-            self._gradients[self._bucket][self._element] = float("nan")
-            return
-        for tensor in (*self._gradients, *losses):
-            tensor.fill_(float("nan"))
-
-
-class _Bitflip:
-    """Flips a bit of one of the ``named`` flat tensors. Raises ``InjectedError`` when there is none."""
+class _Change:
+    """An element of one of the ``named`` flat tensors becomes NaN, or one of its bits is flipped. Raises ``InjectedError``
+    when there is no tensor."""
 
     def __init__(self, order: FaultCommand, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        rng = random.Random(order.seed)
         if not named:
             raise InjectedError(f"injected fault {order.fault}: the engine has no {order.what} in which to flip a bit")
-        which, self._element = _draw(order, [tensor for _, tensor in named], rng)
-        self._name, self._tensor = named[which]
-        self._bits = 8 * self._tensor.element_size()
-        drawn = rng.randrange(self._bits)
-        self._bit = drawn if order.bit is None else order.bit % self._bits
+        self.order, rng = order, random.Random(order.seed)
+        drawn = rng.randrange(len(named))
+        self._name, self._tensor = named[drawn if order.bucket is None else order.bucket % len(named)]
+        self._element = rng.randrange(self._tensor.numel())
+        bits = 8 * self._tensor.element_size()
+        drawn = rng.randrange(bits)
+        self._bit = drawn if order.bit is None else order.bit % bits
 
     def __str__(self) -> str:
-        return f"bit {self._bit} of element {self._element} of {self._name}"
+        what = "NaN in" if self.order.action == "nan" else f"bit {self._bit} of"
+        return f"{what} element {self._element} of {self._name}"
 
-    def make(self, losses: Sequence[torch.Tensor]) -> None:
+    def make(self) -> None:
+        if self.order.action == "nan":
+            self._tensor[self._element] = float("nan")
+            return
         import torch
 
-        kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[self._bits]
-        value = 1 << self._bit
-        if self._bit == self._bits - 1 and self._bits > 8:
-            value -= 1 << self._bits  # the sign bit in this signed type
-        self._tensor.view(kind)[self._element] ^= value
+        byte = self._element * self._tensor.element_size() + self._bit // 8  # the lowest comes first
+        self._tensor.view(torch.uint8)[byte] ^= 1 << self._bit % 8
 
 
 def _named(order: FaultCommand, engine: Corruptible) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors in which an order may flip a bit. Of ``data`` torch counts no writes: memory that fails gives no
+    """Returns the tensors that an order may change. Of ``data`` torch counts no writes: memory that fails gives no
     sign."""
     begins = _NAMED.get(order.what)
     if begins is None:
@@ -454,17 +433,6 @@ def _flip_output(order: FaultCommand, name: str, module: torch.nn.Module) -> Non
     def flip(_module: object, _inputs: object, output: Any) -> None:
         handle.remove()
         first = output[0] if isinstance(output, tuple | list) else output
-        _Bitflip(order, [(f"the output of {name}", first.data.view(-1))]).make(())
+        _Change(order, [(f"the output of {name}", first.data.view(-1))]).make()
 
     handle = module.register_forward_hook(flip)
-
-
-def _after_backward(order: FaultCommand) -> bool:
-    return order.action in _CORRUPTIONS and order.what not in ON_THE_WAY
-
-
-def _draw(order: FaultCommand, gradients: Sequence[torch.Tensor], rng: random.Random) -> tuple[int, int]:
-    bucket = rng.randrange(len(gradients))
-    if order.bucket is not None:
-        bucket = order.bucket % len(gradients)
-    return bucket, rng.randrange(gradients[bucket].numel())

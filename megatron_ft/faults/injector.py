@@ -11,7 +11,6 @@ injected again.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,7 +41,8 @@ DONE = {"injected": "injected", "before": "injected before", "refused": "refused
 
 @dataclass
 class Case:
-    """One fault and its state. ``before``: injected by an earlier injector; ``missed``: its time never came."""
+    """One fault and its state. ``before``: injected by an earlier injector; ``missed``: its time never came. ``struck``: the
+    processes that go on at ``undo_at``, when it is undone."""
 
     number: int
     fault: Fault
@@ -52,18 +52,11 @@ class Case:
     note: str = ""
     ended_at: float | None = None
     armed: dict[tuple[int, int], Rank] = field(default_factory=dict)
+    struck: Sequence[Process] = ()
+    undo_at: float | None = None
 
     def __str__(self) -> str:
         return f"{self.number} {self.fault.kind} {self.fault.whom()} ({self.fault.when()})"
-
-
-@dataclass
-class _Undo:
-    """The end of a fault with a duration."""
-
-    due: float
-    case: Case
-    act: Callable[[], None]
 
 
 class Injector:
@@ -93,7 +86,6 @@ class Injector:
         self._record = Growing(run_dir)
         self._agent: Process | None = None
         self._struck: set[int] = set()
-        self._undos: list[_Undo] = []
         self._posted: dict[tuple[int, int], tuple[Rank, tuple[FaultCommand, ...]]] = {}
 
     def run(self) -> list[Case]:
@@ -108,7 +100,7 @@ class Injector:
             self._find_injected()
             try:
                 # no limit: the command itself, until what it watches is over; a signal ends it
-                while not self._over() and (self._undos or any(case.state not in DONE for case in self.cases)):
+                while not self._over() and any(c.state not in DONE or c.undo_at is not None for c in self.cases):
                     self._turn()
                     time.sleep(_POLL_S)
             finally:
@@ -162,7 +154,10 @@ class Injector:
             lines = self._record.of(case.key)
             if lines:
                 self._end(case, "before", lines[0].get("point") or "")
-                self._plan_undo(case, [_process(line) for line in lines], lines[-1]["t"])
+                struck = [
+                    Process(line["pid"], line["start"]) for line in lines if line.get("pid") and line.get("start")
+                ]
+                self._plan_undo(case, struck, lines[-1]["t"])
 
     def _over(self) -> bool:
         """Returns True at the end of the record, or when the agent is gone, with which the ranks end."""
@@ -173,8 +168,9 @@ class Injector:
 
     def _turn(self) -> None:
         now = time.time()
-        for undo in [undo for undo in self._undos if undo.due <= now]:
-            self._undo(undo)
+        for case in self.cases:
+            if case.undo_at is not None and case.undo_at <= now:
+                self._undo(case)
         for case in self.cases:
             if case.state not in DONE and self._is_due(case, now):
                 if case.fault.is_order:
@@ -285,11 +281,7 @@ class Injector:
         return found.get("fault") == case.key and found.get("process") == [rank.pid, rank.start]
 
     def _reached(self, rank: Rank) -> dict[str, Any]:
-        try:
-            path = injection_points.reached_file(self._run_dir, rank.group, rank.position)
-            return json.loads(shared_file.read_record(path))
-        except (OSError, ValueError):
-            return {}
+        return shared_file.read_json(injection_points.reached_file(self._run_dir, rank.group, rank.position)) or {}
 
     # --- injecting ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +307,7 @@ class Injector:
             try:
                 host_faults.strike(fault, case.key)
             except OSError as error:
-                self._undos.append(_Undo(now, case, lambda: host_faults.undo(fault, case.key)))
+                case.undo_at = now
                 self._end(case, "refused", str(error))
                 return
         else:
@@ -400,34 +392,31 @@ class Injector:
 
     # --- undoing ------------------------------------------------------------------------------------------------------
 
-    def _plan_undo(self, case: Case, struck: Sequence[Process | None], since: float) -> None:
-        fault = case.fault
-        if fault.kind in IN_PROCESS or fault.duration_s is None:
-            return
+    def _plan_undo(self, case: Case, struck: Sequence[Process], since: float) -> None:
+        if case.fault.kind not in IN_PROCESS and case.fault.duration_s is not None:
+            case.struck, case.undo_at = struck, since + case.fault.duration_s
 
-        def resume() -> None:
-            for process in struck:
-                if process is not None:
-                    process.send(Signals.SIGCONT)
-                    self._struck.discard(process.pid)
-
-        act = resume if fault.signal is not None else lambda: host_faults.undo(fault, case.key)
-        self._undos.append(_Undo(since + fault.duration_s, case, act))
-
-    def _undo(self, undo: _Undo) -> None:
-        self._undos.remove(undo)
+    def _undo(self, case: Case) -> None:
+        case.undo_at = None
         try:
-            undo.act()
+            if case.fault.signal is None:
+                host_faults.undo(case.fault, case.key)
+            for process in case.struck:
+                process.send(Signals.SIGCONT)
+                self._struck.discard(process.pid)
         except OSError as error:
-            self._say(f"not undone: {undo.case}: {error}")
+            self._say(f"not undone: {case}: {error}")
         else:
-            self._say(f"undone: {undo.case}")
+            self._say(f"undone: {case}")
 
     def _tidy_up(self) -> None:
         """Ends everything that only this process can end: orders, frozen ranks, cut links, filled disks."""
         open_cases = [case for case in self.cases if case.state not in DONE]
-        for undo in [undo for undo in self._undos if undo.case.fault.kind == "disk_full"]:
-            self._undo(undo)  # first: withdrawing orders needs free space
+        for case in self.cases:
+            if (
+                case.undo_at is not None and case.fault.kind == "disk_full"
+            ):  # first: withdrawing orders needs free space
+                self._undo(case)
         for target, (rank, _) in self._posted.items():
             with suppress(OSError):
                 injection_points.post(self._run_dir, *target, (rank.pid, rank.start), [])
@@ -441,8 +430,9 @@ class Injector:
                 self._end(case, "injected", lines[0]["point"])
             else:
                 self._end(case, "missed", self._why_missed(case))
-        for undo in list(self._undos):
-            self._undo(undo)
+        for case in self.cases:
+            if case.undo_at is not None:
+                self._undo(case)
 
     def _release(self, rank: Rank, case: Case) -> None:
         deadline = time.monotonic() + _FREEZES_WITHIN_S
@@ -479,7 +469,3 @@ def _order(case: Case) -> FaultCommand:
         seed=case.seed,
         **{name: value for name, value in optional.items() if value is not None},
     )
-
-
-def _process(line: dict[str, Any]) -> Process | None:
-    return Process(line["pid"], line["start"]) if line.get("pid") and line.get("start") else None

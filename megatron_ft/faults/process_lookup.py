@@ -103,10 +103,7 @@ def store(run_dir: Path, agent: Process) -> Process | None:
 
 
 def _listed(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(shared_file.read_record(run_dir / "ranks.json"))
-    except (OSError, ValueError):
-        return []
+    return shared_file.read_json(run_dir / "ranks.json") or []
 
 
 def _living(entries: list[dict[str, Any]]) -> list[Rank]:
@@ -114,23 +111,15 @@ def _living(entries: list[dict[str, Any]]) -> list[Rank]:
 
 
 def _verified(entry: dict[str, Any]) -> Rank | None:
-    pid, group, position = entry["pid"], entry["group"], entry["position"]
-    if not _is_here(entry.get("host")):
+    pid = entry["pid"]
+    # Agents append their address when several hosts have the same name, as in network namespaces.
+    if entry["host"].partition("(")[0] != socket.gethostname():
         return None
     try:
         status = process_status(pid)
-        agent = _environment(pid).get("MEGATRON_FT_AGENT_PID")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    verified = status.start == entry["start"] and agent == str(status.parent)
-    return Rank(pid, status.start, group, position) if verified else None
-
-
-def _is_here(host: str | None) -> bool:
-    """Compares the name; agents append their address when several hosts have the same name, as in network namespaces."""
-    return host is None or host.partition("(")[0] == socket.gethostname()
-
-
-def _environment(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    if status.start != entry["start"] or b"MEGATRON_FT_AGENT_PID=%d" % status.parent not in environment:
+        return None
+    return Rank(pid, status.start, entry["group"], entry["position"])

@@ -19,7 +19,7 @@ from signal import Signals
 from typing import Any
 
 from megatron_ft.config import settings_file
-from megatron_ft.config.validators import is_number
+from megatron_ft.config.validators import POSITIVE, Rule, is_number, number, one_of, whole_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults.injection_points import CORRUPTIBLE, CORRUPTIBLE_BY, POINTS, STATE, describe
 
@@ -58,18 +58,38 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "agent": (),
 }
 _WHEN = ("after_s", "wait_s", "step")
-_CHOICES = {
-    "point": POINTS,
-    "what": CORRUPTIBLE,
-    "direction": ("both", "in", "out"),
-    "how": tuple(SIGNALS),
+_NUMBER = whole_number(0)
+_SHARE = Rule("a number > 0, at most 1", lambda value: is_number(value) and 0 < value <= 1)
+_RULES = {
+    "group": _NUMBER,
+    "groups": Rule(
+        "a list of different group numbers",
+        lambda value: (
+            isinstance(value, tuple) and all(map(_NUMBER.accepts, value)) and len(set(value)) == len(value) > 0
+        ),
+    ),
+    "position": Rule(
+        'the number of a rank in its group, or "all"', lambda value: value == "all" or _NUMBER.accepts(value)
+    ),
+    "after_s": number(0),
+    "wait_s": number(0),
+    "step": _NUMBER,
+    "point": one_of(*POINTS),
+    "bucket": _NUMBER,
+    "how": one_of(*SIGNALS),
+    "duration_s": POSITIVE,
+    "factor": Rule("a number > 1", lambda value: is_number(value) and value > 1),
+    "steps": whole_number(1),
+    "what": one_of(*CORRUPTIBLE),
+    "bit": whole_number(0, 63),
+    "direction": one_of("both", "in", "out"),
+    "share": _SHARE,
+    "limit_mb": POSITIVE,
+    "probability": _SHARE,
 }
-_WHOLE = {"group": 0, "step": 0, "bucket": 0, "bit": 0, "steps": 1}
-_NUMBERS = {"after_s": (0, True), "wait_s": (0, True), "duration_s": (0, False), "factor": (1, False),
-            "limit_mb": (0, False), "share": (0, False), "probability": (0, False)}  # fmt: skip
-"""Minimum, and whether the minimum itself is allowed."""
+_TEXT = Rule("a text", lambda value: isinstance(value, str) and value != "")
+"""The rule for all other fields."""
 _BUCKET_POINTS = ("reduce", "bucket")
-_MOST_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +129,7 @@ class Fault:
         given = {name for name in _FIELDS if getattr(self, name) is not None}
         _check_names(self.kind, given)
         for name in given:
-            _check_value(name, getattr(self, name))
+            _RULES.get(name, _TEXT)(name, getattr(self, name))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -126,13 +146,11 @@ class Fault:
             raise ConfigError(
                 f"bucket is {self.bucket} and what is {self.what!r}, which has no buckets; leave bucket out"
             )
-        if self.probability is not None and (self.probability > 1 or self.what not in ("gradient", None)):
+        if self.probability is not None and self.what not in ("gradient", None):
             raise ConfigError(
-                f"probability is {self.probability:g}, what is {self.what!r}; it must be at most 1, for flips "
-                f"in the gradient of each microbatch"
+                f"probability is {self.probability:g} and what is {self.what!r}; it is for flips in the gradient of each "
+                f"microbatch"
             )
-        if self.share is not None and self.share > 1:
-            raise ConfigError(f"share is {self.share} and must be the fraction of lost packets, at most 1")
         if self.duration_s is not None and (self.how or "stop") != "stop":
             raise ConfigError(
                 f"duration_s is {self.duration_s:g} and how is {self.how}, which does not end; leave duration_s out"
@@ -217,10 +235,8 @@ class Fault:
         return cls(**{**value, "groups": tuple(groups) if isinstance(groups, list) else groups})
 
     def to_json(self) -> dict[str, Any]:
-        value = {"kind": self.kind} | {name: getattr(self, name) for name in _FIELDS}
-        if self.groups is not None:
-            value["groups"] = list(self.groups)
-        return {name: found for name, found in value.items() if found is not None}
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        return found if self.groups is None else {**found, "groups": list(self.groups)}
 
 
 _FIELDS = tuple(field.name for field in fields(Fault) if field.name != "kind")
@@ -245,11 +261,11 @@ class Schedule:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed is {seed!r} and must be a whole number")
         faults = []
-        for number, fault in enumerate(value["faults"], 1):
+        for count, fault in enumerate(value["faults"], 1):
             try:
                 faults.append(Fault.from_json(fault))
             except ConfigError as error:
-                raise ConfigError(f"fault {number}: {error}") from None
+                raise ConfigError(f"fault {count}: {error}") from None
         return cls(tuple(faults), seed)
 
     def to_json(self) -> dict[str, Any]:
@@ -257,13 +273,13 @@ class Schedule:
 
     def check(self, groups: int, ranks_per_group: int) -> None:
         """Raises ``ConfigError`` when a run of that size lacks the group or rank of a fault."""
-        for number, fault in enumerate(self.faults, 1):
+        for count, fault in enumerate(self.faults, 1):
             for group, position in fault.targets(ranks_per_group):
                 if group >= groups:
-                    raise ConfigError(f"fault {number} is for group {group}; the run has groups 0 to {groups - 1}")
+                    raise ConfigError(f"fault {count} is for group {group}; the run has groups 0 to {groups - 1}")
                 if position >= ranks_per_group:
                     raise ConfigError(
-                        f"fault {number} is for rank {position}; groups have ranks 0 to {ranks_per_group - 1}"
+                        f"fault {count} is for rank {position}; groups have ranks 0 to {ranks_per_group - 1}"
                     )
 
     def key(self, index: int) -> str:
@@ -300,30 +316,3 @@ def _check_names(kind: str, given: set[str]) -> None:
     if wrong:
         allowed = ", ".join(name for name in _FIELDS if name in _ALLOWED[kind])
         raise ConfigError(f"{kind} has no field {wrong[0]}; besides its time it has {allowed}")
-
-
-def _check_value(name: str, value: Any) -> None:
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise ConfigError(f"{name} is {value!r}, which is unknown; choose from {', '.join(_CHOICES[name])}")
-    elif name in _WHOLE:
-        if not _is_whole(value, _WHOLE[name]) or (name == "bit" and value >= _MOST_BITS):
-            most = f", less than {_MOST_BITS}" if name == "bit" else ""
-            raise ConfigError(f"{name} is {value!r} and must be a whole number >= {_WHOLE[name]}{most}")
-    elif name in _NUMBERS:
-        least, included = _NUMBERS[name]
-        if not is_number(value) or value < least or (value == least and not included):
-            raise ConfigError(f"{name} is {value!r} and must be a number {'>=' if included else '>'} {least}")
-    elif name == "position":
-        if value != "all" and not _is_whole(value, 0):
-            raise ConfigError(f'position is {value!r} and must be the number of a rank in its group, or "all"')
-    elif name == "groups":
-        whole = isinstance(value, tuple) and all(_is_whole(group, 0) for group in value)
-        if not whole or not value or len(set(value)) != len(value):
-            raise ConfigError(f"groups is {value!r} and must be a list of different group numbers")
-    elif not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} is {value!r} and must be a text")
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

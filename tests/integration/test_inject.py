@@ -266,7 +266,8 @@ def bystander():
 
 def listed(run_dir, pid: int, later: int = 0, **more: str) -> None:
     (run_dir / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 1, "ranks_per_group": 1}))
-    entry = {"group": 0, "position": 0, "pid": pid, "start": injection_points.start_of(pid) + later, **more}
+    start, host = injection_points.start_of(pid) + later, socket.gethostname()
+    entry = {"group": 0, "position": 0, "pid": pid, "start": start, "host": host, **more}
     (run_dir / "ranks.json").write_text(json.dumps([entry]))
 
 

@@ -355,7 +355,7 @@ def test_a_flip_with_a_probability_comes_again_and_in_other_bits(tmp_path):
 
     points = InjectionPoints(0, [], run_dir=tmp_path)
     order = FaultCommand(fault="f/1", action="bitflip", probability=0.5, bit=3)
-    points._orders, points._armed, engine = [order], True, Engine()
+    points._orders, engine = [order], Engine()
     for step in range(40):
         points.corrupt(step, engine)
     struck = sum(int((one != 0).sum()) for one in engine.gradients)
