@@ -68,12 +68,9 @@ def _any(raw: Mapping[str, Any]) -> Found | None:
     directory = settings.get("directory") if isinstance(settings, Mapping) else None
     if not isinstance(directory, str) or not directory or not _newest(directory):
         return None
-    from megatron_ft import checkpoint
-    from megatron_ft.core.lifecycle.checkpoint_policy import (
-        choose,  # imports torch, so only when it is needed
-    )
+    from megatron_ft import checkpoint  # imports torch, so only when it is needed
 
-    return choose(checkpoint.find(Path(directory))).found
+    return next((found for found in checkpoint.find(Path(directory)) if found.complete), None)
 
 
 def _newest(directory: str) -> str:

@@ -9,7 +9,7 @@ a directory of its own, in which nothing changes once its manifest exists. Nothi
 """
 
 from megatron_ft.checkpoint.pruning import discard, prune
-from megatron_ft.checkpoint.reader import find, inspect, keys, load, load_newest, newest, verify
+from megatron_ft.checkpoint.reader import find, inspect, keys, load, newest, verify
 from megatron_ft.checkpoint.saver import Saved, Saver
 from megatron_ft.checkpoint.writer import Snapshot, complete, snapshot, write_part
 
@@ -23,7 +23,6 @@ __all__ = [
     "inspect",
     "keys",
     "load",
-    "load_newest",
     "newest",
     "prune",
     "snapshot",

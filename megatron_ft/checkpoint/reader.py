@@ -20,7 +20,7 @@ from megatron_ft.checkpoint import tensor_files
 from megatron_ft.checkpoint.memory_copies import Locate, nowhere
 from megatron_ft.checkpoint.writer import MANIFEST, POSITION, SKELETON, VERSION, seal
 from megatron_ft.collectives.state_transfer import unflatten
-from megatron_ft.core.lifecycle.checkpoint_policy import Found, choose, newest_first
+from megatron_ft.core.lifecycle.checkpoint_policy import Found, newest_first
 from megatron_ft.errors import CheckpointError
 from megatron_ft.types import given
 from megatron_ft.utils import durable_file, lfs_pointer, shared_file
@@ -139,46 +139,25 @@ def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, t
         return tensor_files.decode(path, size, digest)
 
 
-def load_newest(directory: Path, position: int, log: Callable[[str], None] = print) -> tuple[Found, Any] | None:
-    """Return the newest checkpoint from which this position can be loaded, and its state; None if no save was ever
-    finished. Raises ``CheckpointError`` if none of those that were can be loaded.
-
-    The ranks of a group must use the same checkpoint, but a rank reads only its own files: with several ranks use
-    :func:`newest`, or agree on one that :func:`find` returns and :func:`load` it.
-    """
-    return _first(directory, lambda found: (found, load(found, position)), log)
-
-
 def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate = nowhere) -> Found | None:
-    """Return the newest checkpoint all of whose files are intact; None if no save was ever finished. All files are read.
-    Raises ``CheckpointError`` if checkpoints are there and none is intact."""
-
-    def verified(found: Found) -> Found:
-        verify(found, copies)
-        return found
-
-    return _first(directory, verified, log)
-
-
-def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], None]) -> Any:
-    """Return ``use`` of the newest checkpoint for which it does not raise; None if no save was ever finished. ``log`` gets
-    the reason for each newer one. Raises ``CheckpointError`` if some were finished and none can be used."""
-    found, damaged = find(directory), dict[str, str]()
-    while (choice := choose(found, damaged)).found:
-        try:
-            used = use(choice.found)
-        except CheckpointError as error:
-            damaged[choice.found.path] = str(error)
-        else:
-            break
-    for one, reason in choice.skipped:
-        log(f"checkpoint {one.path} of step {one.step} is not used: {reason}")
-    if choice.found:
-        return used
-    if saved := [one for one, _ in choice.skipped if not one.unfinished]:
+    """Return the newest checkpoint all of whose files are intact; None if no save was ever finished. All files are read, and
+    ``log`` gets the reason for each newer checkpoint. Raises ``CheckpointError`` if some are there and none is intact."""
+    finished = []
+    for found in find(directory):
+        reason = found.reason
+        if found.complete:
+            try:
+                verify(found, copies)
+                return found
+            except CheckpointError as error:
+                reason = str(error)
+        if not found.unfinished:
+            finished.append(found.path)
+        log(f"checkpoint {found.path} of step {found.step} is not used: {reason}")
+    if finished:
         raise CheckpointError(
-            f"none of the {len(saved)} checkpoints in {directory} can be used, and a run that begins anew would lose what "
-            f"they hold: restore the files of {saved[0].path}, or move all step-* directories away to begin at step 0"
+            f"none of the {len(finished)} checkpoints in {directory} can be used, and a run that begins anew would lose "
+            f"what they hold: restore the files of {finished[0]}, or move all step-* directories away to begin at step 0"
         )
     return None
 

@@ -27,11 +27,8 @@ def newest_step(directory: Path, said: list[str]) -> int | None:
     """Return the step of the newest checkpoint, after a check that its contents are those that were saved for the
     step."""
     found = checkpoint.newest(directory, said.append)
-    for position in range(POSITIONS):
-        loaded = checkpoint.load_newest(directory, position, said.append)
-        assert (loaded is None) == (found is None)
-        if loaded:
-            assert loaded[0].path == found.path and same(loaded[1], state_of(found.step, position))
+    for position in range(POSITIONS) if found else ():
+        assert same(checkpoint.load(found, position), state_of(found.step, position))
     return found.step if found else None
 
 

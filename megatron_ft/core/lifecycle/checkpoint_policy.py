@@ -135,33 +135,9 @@ class Found:
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice of a checkpoint.
-
-    Attributes:
-        found: the checkpoint to go on from, or None.
-        skipped: every later one, with the reason why it was not chosen.
-    """
-
-    found: Found | None
-    skipped: tuple[tuple[Found, str], ...]
-
-
 def newest_first(found: Collection[Found]) -> list[Found]:
     """Return the checkpoints by descending step; if a step was saved twice, the later save comes first."""
     return sorted(found, key=lambda one: (one.step, one.saved_at, one.path), reverse=True)
-
-
-def choose(found: Collection[Found], damaged: Mapping[str, str] | None = None) -> Choice:
-    """Return the newest that can be loaded. ``damaged``: path -> reason, of checkpoints that a closer look has rejected."""
-    skipped: list[tuple[Found, str]] = []
-    damaged = damaged or {}
-    for one in newest_first(found):
-        if one.complete and one.path not in damaged:
-            return Choice(one, tuple(skipped))
-        skipped.append((one, damaged.get(one.path, one.reason)))
-    return Choice(None, tuple(skipped))
 
 
 def to_delete(found: Collection[Found], keep: int) -> tuple[Found, ...]:
