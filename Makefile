@@ -85,7 +85,7 @@ NEWEST ?= torch
 .venv-oldest/.ready .venv-newest/.ready: .venv-%/.ready: pyproject.toml setup.py
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/pip install --quiet $(if $(filter oldest,$*),$(OLDEST),$(NEWEST))
-	$(@D)/bin/pip install --quiet --editable '.[data,train]' 'hypothesis>=6.100' 'pytest>=8.0' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'safetensors>=0.5'
+	$(@D)/bin/pip install --quiet --editable '.[data,train]' 'hypothesis>=6.100' 'pytest>=8.0' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready

@@ -130,13 +130,12 @@ def keys(found: Found) -> set[str]:
 
 
 def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, torch.Tensor]:
-    size, digest = entry["bytes"], entry["sha256"]
-    copy = copies(digest, size)
+    copy = copies(entry["sha256"], entry["bytes"])
     if copy is not None:
         with contextlib.suppress(OSError, CheckpointError):
-            return tensor_files.decode(copy, size, digest)
+            return tensor_files.decode(copy, entry["sha256"])
     with durable_file.explained("reading", path):
-        return tensor_files.decode(path, size, digest)
+        return tensor_files.decode(path, entry["sha256"])
 
 
 def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate = nowhere) -> Found | None:

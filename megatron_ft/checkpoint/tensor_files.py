@@ -2,28 +2,26 @@
 
     8 bytes: length of the header | header: {name: {"dtype", "shape", "data_offsets"}} | tensors, without gaps
 
-The ``safetensors`` package is not used. It returns no checksum of what it writes, so every file would be read back, and
-the checksum would be that of what the disk returns, not of what was saved. To load, it would read every file twice,
-once for the checksum and once through a memory map, and a file that is truncated meanwhile would end the process with
-SIGBUS. Its errors have no error number, from which the remedies in ``files`` are chosen. The package, and so PyTorch's
-stock reader, reads the files of this module; a test shows it.
+The ``safetensors`` package reads these files. It does not write them: ``save_file`` returns no checksum, so every file would
+be read back, and the checksum would be that of what the disk returns, not of what was saved; ``save`` takes twice the size
+of a part beside it in memory, and holds the interpreter lock meanwhile. Errors of both have no error number, from which the
+remedies in ``durable_file`` are chosen.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.utils import shared_file
-from megatron_ft.utils.durable_file import CHUNK_BYTES
 
 CODES = {
     torch.float64: "F64",
@@ -43,7 +41,6 @@ CODES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
 """Key of the header that does not name a tensor."""
 
@@ -65,59 +62,26 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
             yield _bytes(tensor)
 
 
-def decode(path: Path, bytes_: int, sha256: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file, which must have this length and checksum.
+def decode(path: Path, sha256: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file, which must have this checksum. It is compared with what is in memory, so nothing is read
+    twice.
 
     Raises ``OSError``, or ``CheckpointError`` with what is wrong with the file.
     """
-    with shared_file.open_regular(path) as buffered:
-        file = cast(io.FileIO, buffered.raw)
-        digest = hashlib.sha256()
-        length = int.from_bytes(_read(file, bytearray(8), digest, path), "little")
-        if length > bytes_ - 8:
-            raise CheckpointError(f"{path} is damaged: its header claims {length} bytes in a file of {bytes_}")
-        header = _header(_read(file, bytearray(length), digest, path), bytes_ - 8 - length, path)
-        tensors = {}
-        for name, dtype, shape in header:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            if tensors[name].numel():
-                _read(file, _bytes(tensors[name]), digest, path)
-        if file.read(1):
-            raise CheckpointError(f"{path} is damaged: it is longer than the {bytes_} bytes that were written")
+    digest = hashlib.sha256()
+    with shared_file.open_regular(path) as file:
+        try:
+            # Not through a memory map, with which a file that is truncated meanwhile ends the process.
+            tensors = load_file(f"/proc/self/fd/{file.fileno()}", backend="pread")
+            for piece in encode(tensors):
+                digest.update(piece)
+        except (SafetensorError, KeyError) as error:  # KeyError: a dtype that is never written
+            raise CheckpointError(f"{path} is damaged: its header cannot be read ({error})") from None
     if digest.hexdigest() != sha256:
-        raise CheckpointError(f"{path} is damaged: its sha256 is {digest.hexdigest()}, {sha256} was written")
+        raise CheckpointError(
+            f"{path} is damaged: its tensors have the sha256 {digest.hexdigest()}, {sha256} was written"
+        )
     return tensors
-
-
-def _header(text: bytearray, available: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Return name, dtype and shape in the order of the bytes. The header is not verified yet, so all sizes are
-    checked."""
-    try:
-        entries = [(name, entry) for name, entry in json.loads(text).items() if name != RESERVED]
-        found, end = [], 0
-        for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
-            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            if entry["data_offsets"] != [begin, end] or min(shape, default=0) < 0:
-                raise ValueError(f"{name} does not fill its place")
-            found.append((name, dtype, shape))
-        if end != available:
-            raise ValueError(f"{end} bytes of tensors, but {available} in the file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its header cannot be read ({error!r})") from None
-    return found
-
-
-def _read(file: io.FileIO, buffer: Any, digest: Any, path: Path) -> Any:
-    """Fill a buffer from the file, and add its bytes to the checksum."""
-    view = memoryview(buffer)
-    while view:
-        number = file.readinto(view[:CHUNK_BYTES])
-        if not number:
-            raise CheckpointError(f"{path} is damaged: it ends {len(view)} bytes before a tensor or its header does")
-        digest.update(view[:number])
-        view = view[number:]
-    return buffer
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -17,6 +17,7 @@ EXTRAS = {
     "numba": "exact",
     "ortools": "train",
     "pyarrow": "data",
+    "safetensors": "train",
     "sentencepiece": "data",
     "tokenizers": "data",
     "torch": "train",

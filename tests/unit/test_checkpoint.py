@@ -610,13 +610,12 @@ def test_a_part_of_an_attempt_that_was_given_up_names_that_and_no_unmounted_dire
 def test_a_fifo_in_the_place_of_a_file_does_not_hold_up_a_start(tmp_path, name):
     place = save(tmp_path, 5)
     path = part_of(place) if name == "part" else place / name
-    size = path.stat().st_size
     path.unlink()
     os.mkfifo(path)
     (found,) = checkpoint.find(tmp_path)
     assert not found.complete and path.name in found.reason
     with pytest.raises(OSError, match="is a FIFO"):
-        tensor_files.decode(path, size, "")
+        tensor_files.decode(path, "")
 
 
 def test_a_file_that_a_link_leads_to_and_one_of_another_user_are_read(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from megatron_ft import checkpoint, cli
 from megatron_ft.checkpoint import export, llama, undivided
@@ -67,14 +68,13 @@ def test_slices_of_which_nothing_says_how_they_were_cut_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["torch", "hf"])
 def test_what_is_exported_is_what_other_programs_read(tmp_path, kind, capsys):
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     save(tmp_path / "saved", model={"model_type": "llama", "vocab_size": 1})
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     out = tmp_path / "out"
     command = ["export", str(tmp_path / "saved"), "--format", kind, "--out", str(out)]
     assert cli.main([*command, "--names", str(tmp_path / "names.json")]) == 0
     assert "step 4: 5 tensors with 116 elements" in capsys.readouterr().out
-    read = torch.load(out) if kind == "torch" else safetensors.load_file(out / "model.safetensors")
+    read = torch.load(out) if kind == "torch" else load_file(out / "model.safetensors")
     assert torch.equal(read["model.layers.0.qkv.weight"], WHOLE["1.qkv.weight"])
     assert torch.equal(read["lm_head.weight"], WHOLE["2.weight"]) and len(read) == len(WHOLE)
     if kind == "hf":
