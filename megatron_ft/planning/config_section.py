@@ -49,7 +49,9 @@ def choose(
         candidate = section(cluster, estimate)
         why = refused(candidate)
         if why is None:
-            return candidate, [*hints, *_advice(cluster, estimate)]
+            # What the section cannot say: where its values come from, and what has to be decided beside it.
+            hints += [_of_period(cluster, estimate), _of_min_groups(cluster, estimate), _of_spares(cluster)]
+            return candidate, [*hints, _of_job(cluster, estimate)]
         if not hints:
             hints.append(f"this version cannot run {label(estimate)} ({why})")
     return None, hints
@@ -73,16 +75,6 @@ def fewest_groups(cluster: Cluster) -> int:
     if cluster.rejoin_s is None or cluster.rejoin_s <= down_s:
         return 1
     return max(1, int(cluster.groups * (1 - down_s / cluster.rejoin_s)))
-
-
-def _advice(cluster: Cluster, estimate: Estimate) -> list[str]:
-    """Return what the section cannot say: where its values come from, and what has to be decided beside it."""
-    return [
-        _of_period(cluster, estimate),
-        _of_min_groups(cluster, estimate),
-        _of_spares(cluster),
-        _of_job(cluster, estimate),
-    ]
 
 
 def _of_period(cluster: Cluster, estimate: Estimate) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, isfinite, sqrt
@@ -343,22 +342,26 @@ def _reason(cluster: Cluster, best: Estimate, ranked: list[Estimate]) -> str:
 
 def _why(cluster: Cluster, best: Estimate) -> str:
     every = f"A failure every {duration(cluster.mtbf_s)}"
-    stall = cluster.detection_s + cluster.reconfigure_s
-    explain: dict[Policy, Callable[[], str]] = {
-        "restart": lambda: f"{every} is rare: restarts from checkpoints cost almost nothing",
-        "replication": lambda: f"{every} is masked by {best.redundancy} copies of the work until a whole set is lost",
-        "spare": lambda: f"{every} is masked by patch compute; {best.endured:.0f} of them lead to a wipe-out",
-        "recover": lambda: f"{every} stalls a step for {stall:.3g} s, and the remaining groups share the work evenly",
-        "stacked_quota": lambda: (
-            f"{every} stalls a step for {stall:.3g} s and a patch; the remaining groups share the work evenly, and a "
-            f"restart after {best.endured:.0f} failures brings the others back"
-        ),
-        "stacked_quota_rejoin": lambda: (
-            f"{every} stalls a step for {stall:.3g} s and a patch, and the group is back after "
-            f"{duration(cluster.rejoin_s or 0)}: {_absent(cluster):.2g} of {cluster.groups} groups are absent on average"
-        ),
-    }
-    return explain[best.policy]()
+    stalls = f"{every} stalls a step for {cluster.detection_s + cluster.reconfigure_s:.3g} s"
+    match best.policy:
+        case "restart":
+            return f"{every} is rare: restarts from checkpoints cost almost nothing"
+        case "replication":
+            return f"{every} is masked by {best.redundancy} copies of the work until a whole set is lost"
+        case "spare":
+            return f"{every} is masked by patch compute; {best.endured:.0f} of them lead to a wipe-out"
+        case "recover":
+            return f"{stalls}, and the remaining groups share the work evenly"
+        case "stacked_quota":
+            return (
+                f"{stalls} and a patch; the remaining groups share the work evenly, and a restart after "
+                f"{best.endured:.0f} failures brings the others back"
+            )
+        case "stacked_quota_rejoin":
+            return (
+                f"{stalls} and a patch, and the group is back after {duration(cluster.rejoin_s or 0)}: "
+                f"{_absent(cluster):.2g} of {cluster.groups} groups are absent on average"
+            )
 
 
 def _absent(cluster: Cluster) -> float:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_ft.config import settings_file
-from megatron_ft.config.validators import POSITIVE, nearest, number
+from megatron_ft.config.validators import POSITIVE, nearest, number, one_of
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms
-from megatron_ft.planning.allreduce import allreduce_s
+from megatron_ft.planning.allreduce import Algorithm, allreduce_s
 from megatron_ft.planning.cluster import OPTIONAL, Cluster
 from megatron_ft.planning.presets import PRESETS
 
@@ -102,14 +102,10 @@ def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
     for name in ("gradient_gb", "link_gb_s"):
         if name not in inputs:
             raise ConfigError(f"{name} is missing; give {_flag(name)} too, or the seconds themselves: --allreduce-s")
-    algorithm = inputs.get("allreduce_algorithm", "ring")
-    sizes = {name: inputs.get(name, 0.0) for name in NETWORK[:3]}
-    for name, value in sizes.items():
-        number(0)(name, value)
-    if not sizes["link_gb_s"]:
-        raise ConfigError("link_gb_s is 0; it must be a number > 0, in 10^9 bytes per second")
-    latency_s = sizes["link_latency_us"] * 1e-6
-    return allreduce_s(groups, sizes["gradient_gb"] * 1e9, sizes["link_gb_s"] * 1e9, latency_s, algorithm)
+    size_gb, latency_us = (number(0)(name, inputs.get(name, 0.0)) for name in ("gradient_gb", "link_latency_us"))
+    link_gb_s = POSITIVE("link_gb_s", inputs["link_gb_s"])
+    algorithm = one_of(*get_args(Algorithm))("allreduce_algorithm", inputs.get("allreduce_algorithm", "ring"))
+    return allreduce_s(groups, size_gb * 1e9, link_gb_s * 1e9, latency_us * 1e-6, algorithm)
 
 
 def read(path: Path) -> dict[str, Any]:
