@@ -55,12 +55,10 @@ def run(options: argparse.Namespace) -> int:
     for job in jobs if options.slurm else ():
         console.print(f"\nSlurm's record of job {job}; slurm/README.md explains the states:")
         console.print(slurm.described(job), markup=False, highlight=False, soft_wrap=True)
-    for name, plot in (
-        ("loss.png", lambda path: run_plots.loss_plot(record, reference, path)),
-        ("timeline.png", lambda path: run_plots.timeline_plot(record, path)),
-    ):
-        path = options.run_dir / name
-        plot(path)
+    loss, timeline = options.run_dir / "loss.png", options.run_dir / "timeline.png"
+    run_plots.loss_plot(record, reference, loss)
+    run_plots.timeline_plot(record, timeline)
+    for path in (loss, timeline):
         console.print(f"picture: {path}", soft_wrap=True)
     return 0
 
