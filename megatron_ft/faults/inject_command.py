@@ -15,6 +15,7 @@ from megatron_ft.faults import host_faults, injection_points, mix
 from megatron_ft.faults import schedule as schedule_module
 from megatron_ft.faults.injector import DONE, Case, Injector
 from megatron_ft.faults.schedule import Schedule
+from megatron_ft.runlog import run_directory
 from megatron_ft.runlog.live_run import run_size
 from megatron_ft.utils import shared_file, terminal
 from megatron_ft.utils.tables import Column, FittedTable
@@ -94,7 +95,7 @@ def _draw(options: argparse.Namespace, age_s: float, living: Collection[int]) ->
     It is saved in the run directory, so that the same command continues with the same faults after a crash.
     """
     kept = options.run_dir / injection_points.DIRECTORY / f"mix.{options.mix}.{options.seed}.{options.every_s:g}.json"
-    run_id = json.loads(shared_file.read_record(options.run_dir / "config.json")).get("run_id")
+    run_id = run_directory.config(options.run_dir).get("run_id")
     with contextlib.suppress(OSError, ValueError, LookupError):
         found = json.loads(shared_file.read_record(kept))
         if found["run_id"] == run_id:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_ft.config import settings_file
 from megatron_ft.errors import ConfigError
 from megatron_ft.report.checkpoint_command import complete
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.runlog import run_directory
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _directory(place: Path) -> Path:
         raise ConfigError(f"{place} is not a directory; give the --run-dir or the checkpoint.directory of a run")
     if not (place / "config.json").is_file():
         return place
-    section = RunRecord.load(place).config.get("fault_tolerance", {})
+    section = run_directory.config(place).get("fault_tolerance", {})
     directory = section.get("checkpoint", {}).get("directory")
     if not directory:
         raise ConfigError(
