@@ -27,6 +27,7 @@ from megatron_ft.engines.port import Engine
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, EngineError
 from megatron_ft.types import given
+from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +38,6 @@ class EngineMaker:
 
     Args:
         env, agreement: of this rank.
-        slots: (whether the group's ranks sum their gradients) -> the session's number of elements in bucket 0.
         lost: returns whether another rank of the group is gone.
         until_lost: context in which an error ends this rank as a lost rank of the group does.
     """
@@ -46,30 +46,25 @@ class EngineMaker:
         self,
         env: RankEnvironment,
         agreement: CoordinationClient,
-        slots: Callable[[bool], int],
         lost: Callable[[], bool],
         until_lost: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._env, self._config, self._agreement = env, env.config, agreement
-        self._slots, self._lost, self._until_lost = slots, lost, until_lost
+        self._lost, self._until_lost = lost, until_lost
         self._world: World | None = None
         self._mesh: DeviceMesh | None = None
-
-    @property
-    def layout(self) -> Layout:
-        config = self._config
-        sizes = {"stages": config.stages, "slices": config.slices, "shards": config.inner_shards}
-        return Layout.of(self._env.position, **sizes)
+        sizes = {"stages": env.config.stages, "slices": env.config.slices, "shards": env.config.inner_shards}
+        self._layout = Layout.of(env.position, **sizes)
 
     def settings(self, shared: bool) -> dict[str, Any]:
         """Return the settings that all engines have (``engines.buckets.Bucketed``); ``shared``: the ranks of a group sum
         their gradients."""
-        settings = self._config.fault_tolerance
+        settings, ranks = self._config.fault_tolerance, self._config.ranks_per_group if shared else 1
         loss_scaling.refuse()
         return {
             "bucket_mb": None if settings.bucket_mb == AUTO else settings.bucket_mb,
             "gradient_clipping": self._config.gradient_clipping,
-            "slots": self._slots(shared),
+            "slots": self._config.max_groups * slots_of_group(ranks, self._config.digests),
             "loss_reduction": settings.loss_reduction,
             "seed": settings.seed,
             "exact_bits": self._config.exact_bits,
@@ -96,7 +91,7 @@ class EngineMaker:
         if self._mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
-            layout, device = self.layout, device or ("cuda" if torch.cuda.is_available() else "cpu")
+            layout, device = self._layout, device or ("cuda" if torch.cuda.is_available() else "cpu")
             sizes = layout.stages, layout.shards, layout.slices
             with self._making():
                 self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "dp", "tp"))
@@ -125,21 +120,21 @@ class EngineMaker:
         from megatron_ft.engines.fsdp import FsdpEngine
 
         parallelism.refuse_stages(self._config, what)
-        own = {"layout": self.layout, "mesh": self.mesh(None)["dp"], **self.settings(shared=False)}
+        own = {"layout": self._layout, "mesh": self.mesh(None)["dp"], **self.settings(shared=False)}
         own["reduce"] = self._config.fault_tolerance.inner_shards_reduce
         with self._making():
             return FsdpEngine(model, optimizer, loss_fn, scheduler=scheduler, **own)
 
-    def pipeline(self, *, split: Callable[[Any], Any] | None, **options: Any) -> Engine:
+    def pipeline(self, *arguments: Any, scheduler: Any, split: Callable[[Any], Any] | None) -> Engine:
         from megatron_ft.engines.torch_pipeline import TorchPipeline, split_batch
 
         parallelism.refuse_unused(self._config.engine, "session.pipeline")
-        _refuse_metric(options.get("scheduler"), "session.pipeline")
-        own = {"layout": self.layout, "mesh": self.mesh(None), **self.settings(shared=False)}
+        _refuse_metric(scheduler, "session.pipeline")
+        own = {"layout": self._layout, "mesh": self.mesh(None), **self.settings(shared=False)}
         with self._making():
-            return TorchPipeline(split=split or split_batch, **options, **own)
+            return TorchPipeline(*arguments, scheduler=scheduler, split=split or split_batch, **own)
 
-    def megatron(self, **options: Any) -> Engine:
+    def megatron(self, *arguments: Any, scheduler: Any, seq_length: int) -> Engine:
         from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
 
         parallelism.refuse_unused(self._config.engine, "session.megatron")
@@ -153,9 +148,9 @@ class EngineMaker:
                 "and use Megatron's sequence_parallel"
             )
         samples = self._config.samples_per_microbatch // self._config.inner_shards
-        own = {"layout": self.layout, "samples": samples, **self.settings(shared=False)}
+        own = {"layout": self._layout, "samples": samples, **self.settings(shared=False)}
         with self._making():
-            return MegatronEngine(**options, **own)
+            return MegatronEngine(*arguments, scheduler=scheduler, seq_length=seq_length, **own)
 
     def deepspeed(self, model: nn.Module, **options: Any) -> Engine:
         from megatron_ft.engines.deepspeed import build

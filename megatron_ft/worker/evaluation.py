@@ -81,8 +81,7 @@ class Evaluation:
                         f"session.evaluate: the function of {self._name!r} returned a {type(found).__name__}; it must "
                         f"return a mapping of names to the sums over the batch"
                     )
-                for name, value in {**found, SAMPLES: len(samples)}.items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
+                _add(sums, {**found, SAMPLES: len(samples)})
         return sums
 
     def share(
@@ -121,7 +120,10 @@ class Evaluation:
                     if chunk not in published and (sums := agreement.get(key)) is not None:
                         published[chunk], since, late = sums, time.monotonic(), False
             if len(published) == division.chunks:
-                agreement.create(f"{self._key}/total", _sum([published[number] for number in sorted(published)]))
+                whole: Sums = {}
+                for _, part in sorted(published.items()):
+                    _add(whole, part)
+                agreement.create(f"{self._key}/total", whole)
                 agreement.delete(keys)
             elif carry_out and (number := next_chunk(division, me, published, gone, late)) is not None:
                 began = time.monotonic()
@@ -134,14 +136,11 @@ class Evaluation:
                 pause_s = min(2 * pause_s, _LOOK_S[1])
         return total
 
-    def clean(self, agreement: CoordinationClient) -> None:
-        """Delete what the store still has of it, once all groups have made another step."""
-        agreement.delete([f"{self._key}/plan", f"{self._key}/total"])
+    def left(self) -> list[str]:
+        """Return the keys that the store still has of it when it has ended."""
+        return [f"{self._key}/plan", f"{self._key}/total"]
 
 
-def _sum(parts: Sequence[Sums]) -> Sums:
-    total: Sums = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+def _add(sums: Sums, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value)

@@ -14,12 +14,13 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle.final_save_policy import Claim, Waiter, look
 from megatron_ft.errors import CheckpointError, StoreError
+from megatron_ft.utils.wait_notice import beside
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class FinalSave:
         temporary = self._path.with_name(f".{self._path.name}.{self._waiter.own}-{secrets.token_hex(8)}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._shown():
+            with beside(self._show, "final save"):
                 write(temporary)
                 if not self._is_saved():
                     _replace(self._path, temporary)
@@ -95,33 +96,19 @@ class FinalSave:
         finally:
             _remove(temporary)
 
-    def clean(self) -> None:
-        """Delete what the store still has of this save, once all groups have made another step."""
+    def left(self) -> list[str]:
+        """Return the keys that the store still has of this save alone when it has ended."""
         kinds = ("claim", "beats", "failed")
-        self._agreement.delete([f"{self._keys}/{kind}/{n}" for n in range(self._number + 1) for kind in kinds])
+        return [f"{self._keys}/{kind}/{n}" for n in range(self._number + 1) for kind in kinds]
 
-    @contextlib.contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Show in the background that this group is writing."""
-        over, client = threading.Event(), self._agreement.clone()
-        key = f"{self._keys}/beats/{self._number}"
-
-        def show() -> None:
-            beats = 0
-            with contextlib.suppress(StoreError):  # the training thread finds that out itself
-                # no limit: a thread of its own; whoever has started it tells it to stop
-                while not over.wait(_LEASE_S / 8):
-                    beats += 1
-                    client.put(key, beats)
-
-        thread = threading.Thread(target=show, name="final save", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            # no limit: it writes one key at most: store_patience_s
-            thread.join()
+    def _show(self, over: threading.Event) -> None:
+        """Thread: show that this group is writing."""
+        client, beats = self._agreement.clone(), 0
+        with contextlib.suppress(StoreError):  # the training thread finds that out itself
+            # no limit: a thread of its own; whoever has started it tells it to stop
+            while not over.wait(_LEASE_S / 8):
+                beats += 1
+                client.put(f"{self._keys}/beats/{self._number}", beats)
 
 
 def _replace(path: Path, temporary: Path) -> None:

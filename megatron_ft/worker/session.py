@@ -68,7 +68,6 @@ from megatron_ft.worker.group_leader import GroupLeader
 from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.registered_state import Stateful
-from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,13 +112,9 @@ def init(config: str | Path | None = None, *, seed: int | None = None, standalon
         _log.warning(ALONE)
     env = RankEnvironment.from_env() if launched else standalone_run.found(config)
     if launched and config is not None:
-        sizes = {
-            "groups": env.config.groups,
-            "ranks_per_group": env.config.ranks_per_group,
-            "shards": env.config.shards,
-        }
-        own = config_module.load(config, **sizes)
-        if own != env.config:
+        run = env.config
+        own = config_module.load(config, groups=run.groups, ranks_per_group=run.ranks_per_group, shards=run.shards)
+        if own != run:
             raise ConfigError(
                 f"the script's config {config} differs from the one the run was launched with; pass the same file, or "
                 f"call megatron_ft.init() without one"
@@ -155,9 +150,8 @@ class Session:
         self._store = ControlStore(where, env.run_id, _STORE_TIMEOUT_S, secret=env.secret)
         self._store.when_forged(self._record_forged)
         self._settings = env.config.fault_tolerance
-        store_patience_s = self._settings.store_patience_s
         agreement = self._agreement = CoordinationClient(
-            self._store, env.group, store_patience_s, claimant=self._claimant
+            self._store, env.group, self._settings.store_patience_s, claimant=self._claimant
         )
         self._engine: Engine | None = None
         self._origin: restore.Origin | None = None
@@ -165,13 +159,14 @@ class Session:
         self._datasets: list[PackedDataset] = []
         self._identified = False
         self._logged: dict[str, float | str] = {}
-        self._evaluated: list[tuple[int, Evaluation]] = []
-        self._saves: dict[Path, tuple[FinalSave, tuple[int, int]]] = {}
+        # Of step ``_ended_at``; the store has keys of them.
+        self._ended: list[tuple[str, Evaluation | FinalSave]] = []
+        self._ended_at = -1
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
         lost = lambda: bool(self._rank.lost_because)  # noqa: E731
-        self._maker = EngineMaker(env, agreement, self._slots, lost, self._until_lost)
+        self._maker = EngineMaker(env, agreement, lost, self._until_lost)
         self._copies = peer_copies.of(env)
         self._liveness = LivenessTracker(env.config.groups)
         self._process_groups = UserProcessGroups(env, self._store.clone(), self._rank.progress.training)
@@ -186,9 +181,8 @@ class Session:
             Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
         self._rank.progress.start()
         if self._claimant is not None:
-            self._claimant.log.follow(
-                Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD), self._claims_changed
-            )
+            told = Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD)
+            self._claimant.log.follow(told, self._claims_changed)
         if listens and threading.current_thread() is threading.main_thread():  # else no group would take the work over
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
@@ -307,19 +301,20 @@ class Session:
             DataError: the groups have datasets of different sizes, or the dataset is empty.
         """
         self._refuse_within_step("session.evaluate")
-        if not self._entered:
-            self._enter_early("session.evaluate")
+        if not self._entered:  # the data are compared in the first step
+            if self._engine is None or not self._total:
+                raise ConfigError(
+                    "session.evaluate before session.steps: make the engine, and call it in the loop over session.steps"
+                )
+            with self._until_lost():
+                self._rank.identities.agree("run", data_identity.of_run(self.config, self._total))
+                self._enter(self._engine)
         batch = self.config.samples_per_microbatch if batch_size is None else batch_size
         if not isinstance(batch, int) or batch < 1:
             raise ConfigError(f"session.evaluate: batch_size is {batch!r}; it must be a whole number >= 1")
-        if self._evaluated and self._evaluated[0][0] != self.step:
-            if self.is_writer:
-                for _, former in self._evaluated:
-                    former.clean(self._agreement)
-            self._evaluated = []
-        key = f"evaluate/{self.step}/{name}.{len(self._evaluated)}"
+        key = f"evaluate/{self.step}/{name}.{self._number(f'evaluate {name}')}"
         evaluation = self._rank.evaluation = Evaluation(fn, dataset, batch, collate_fn, name, self._settings.seed, key)
-        self._evaluated.append((self.step, evaluation))
+        self._ended.append((f"evaluate {name}", evaluation))
         try:
             with self._until_lost():
                 total = self._role.evaluate(self._liveness.lost)
@@ -372,14 +367,20 @@ class Session:
 
     def _save(self, path: Path, write: Callable[[Path], object]) -> Path:
         place = path.absolute()
-        former, count = self._saves.pop(place, (None, (-1, 0)))
-        number = (self.step, count[1] + 1 if count[0] == self.step else 0)
-        if former is not None and number[1] == 0 and self.is_writer:
-            former.clean()
+        number = self.step, self._number(f"save {place}")
         save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
-        self._saves[place] = save, number
+        self._ended.append((f"save {place}", save))
         save.save(write)
         return path
+
+    def _number(self, what: str) -> int:
+        """Return how often ``what`` was done since the last step. The store forgets what was done before that step: all
+        groups have made it."""
+        if self._ended_at != self.step:
+            if self.is_writer:
+                self._agreement.delete([key for _, ended in self._ended for key in ended.left()])
+            self._ended, self._ended_at = [], self.step
+        return [done for done, _ in self._ended].count(what)
 
     def save_final(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Save the final model, after the last step: one group writes it, and another one if that group is lost.
@@ -453,14 +454,7 @@ class Session:
             EngineError: the engine cannot train these stages.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        self._engine = self._maker.pipeline(
-            stages=stages,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            schedule=schedule,
-            scheduler=scheduler,
-            split=split,
-        )
+        self._engine = self._maker.pipeline(stages, optimizer, loss_fn, schedule, scheduler=scheduler, split=split)
         return self._engine
 
     def megatron(
@@ -490,13 +484,7 @@ class Session:
             EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        self._engine = self._maker.megatron(
-            chunks=chunks,
-            optimizer=optimizer,
-            forward_step=forward_step,
-            scheduler=scheduler,
-            seq_length=seq_length,
-        )
+        self._engine = self._maker.megatron(chunks, optimizer, forward_step, scheduler=scheduler, seq_length=seq_length)
         return self._engine
 
     def mesh(self, device: str | None = None) -> DeviceMesh:
@@ -684,7 +672,9 @@ class Session:
                 self._role.leave(self._leaving)
             result = self._role.train_step(dataset)
         self._seed_script("train_step")
-        self._committed(result.step)
+        if self._store_away:  # only a step committed after the store went away shows that training goes on without it
+            self._store_away = False
+            _log.info(f"group {self.group}: step {result.step} was committed without the control store")
         self._rank.progress.enter("outside")
         return result
 
@@ -749,10 +739,6 @@ class Session:
         if self._loop.within_step:
             raise ConfigError(f"{call} between session.microbatches and session.commit: call it after session.commit()")
 
-    def _slots(self, shared: bool) -> int:
-        """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
-        return self.config.max_groups * slots_of_group(self._rank.size if shared else 1, self.config.digests)
-
     def _identify(self, dataset: Dataset | None) -> None:
         """Check that all ranks train for the same steps with the same data; ``dataset`` is None before the first step."""
         only = self._datasets[0] if len(self._datasets) == 1 else None  # one of several may be for evaluation
@@ -765,16 +751,6 @@ class Session:
         identities = self._rank.identities
         identities.agree("run", data_identity.of_run(self.config, self._total))
         identities.agree("data", data_identity.of_data(dataset, known), saved)
-
-    def _enter_early(self, call: str) -> None:
-        """Enter the run before its first step. The data are compared in the first step."""
-        if self._engine is None or not self._total:
-            raise ConfigError(
-                f"{call} before session.steps: make the engine, and call it in the loop over session.steps"
-            )
-        with self._until_lost():
-            self._rank.identities.agree("run", data_identity.of_run(self.config, self._total))
-            self._enter(self._engine)
 
     def _enter(self, engine: Engine) -> None:
         self._entered = True
@@ -864,34 +840,31 @@ class Session:
 
     def _on_signal(self, verdict: signals.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
-        if isinstance(verdict, signals.HostAssigned | signals.RestartRefused):
-            return  # only agents use these
-        if isinstance(verdict, signals.LeaveRequested):
-            if verdict.group == self.group and not self._leaving:
+        match verdict:
+            case signals.LeaveRequested(group=self.group, why=why) if not self._leaving:
                 self._role.on_signal(verdict)
-                self._leaving = verdict.why
-                _log.info(f"group {self.group} is asked to leave: {verdict.why}")
-            return
-        if isinstance(verdict, Saves | Stops | signals.ViewAgreed | signals.RunFinished):  # steps do not wait for these
-            self._role.on_signal(verdict)
-            return
-        if isinstance(verdict, signals.ChecksumsRequested):
-            self._rank.publish_checksums(verdict)
-            return
-        if isinstance(verdict, signals.CollectivesRequested):
-            self._process_groups.answer(verdict)
-            return
-        self._liveness.on_signal(verdict)
-        if (
-            isinstance(verdict, GroupFailed)
-            and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
-            and self._rank.size > 1
-        ):
-            self._rank.lose(verdict.reason)
-            self._process_groups.abort()
-            self._maker.cut()
-        self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
-        self._rank.on_signal(verdict)
+                self._leaving = why
+                _log.info(f"group {self.group} is asked to leave: {why}")
+            case signals.LeaveRequested() | signals.HostAssigned() | signals.RestartRefused():
+                pass  # of another group, or only for agents
+            case Saves() | Stops() | signals.ViewAgreed() | signals.RunFinished():  # steps do not wait for these
+                self._role.on_signal(verdict)
+            case signals.ChecksumsRequested():
+                self._rank.publish_checksums(verdict)
+            case signals.CollectivesRequested():
+                self._process_groups.answer(verdict)
+            case _:
+                self._liveness.on_signal(verdict)
+                if (
+                    isinstance(verdict, GroupFailed)
+                    and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
+                    and self._rank.size > 1
+                ):
+                    self._rank.lose(verdict.reason)
+                    self._process_groups.abort()
+                    self._maker.cut()
+                self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
+                self._rank.on_signal(verdict)
 
     def _record_forged(self, key: str) -> None:
         """Record a forged entry of the control store, at position 0 only.
@@ -907,12 +880,6 @@ class Session:
         self._store_away = error is not None
         news = f"{error}; a recovery waits for one" if self._store_away else "the control store answers again"
         _log.info(f"group {self.group}: {news}")
-
-    def _committed(self, step: int) -> None:
-        """Log that training goes on without the store: only a step committed after the store went away shows that."""
-        if self._store_away:
-            self._store_away = False
-            _log.info(f"group {self.group}: step {step} was committed without the control store")
 
     @contextmanager
     def _until_lost(self) -> Iterator[None]:
