@@ -1,4 +1,4 @@
-"""An agent reads from and writes to a store that goes away, and comes back empty."""
+"""An agent, and a group, read from and write to a store that goes away, and comes back empty."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from megatron_ft.agent import agent_client
 from megatron_ft.coordination import store, watcher
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.types import View
-from tests.stores import await_
+from megatron_ft.types import Report, View
+from tests.stores import DEADLINE_S, await_
 
 FIRST = first_view(2)
 RESETS = [signals.EpochAborted(epoch, "reset", by=0) for epoch in range(2)]
@@ -133,6 +134,31 @@ def test_a_store_that_comes_back_empty_is_noticed_and_its_contents_are_restored_
     other = place.client()
     await_(lambda: agent.announce() or agent.news() == [RESETS[0]], "it has said it again")
     assert other.get("view/0") == FIRST.to_json()
+
+
+def test_all_that_a_group_has_said_is_put_back_although_the_store_is_lost_again_meanwhile(place, agent, monkeypatch):
+    group, heard, back = CoordinationClient(place.client(), 0, 60.0), threading.Event(), threading.Event()
+    group.adopted(FIRST)
+    group.publish(Report(0, 0, 1))
+    group.announce(RESETS[0])
+    ear = watcher.Watcher(place.client(), lambda verdict: heard.set(), lambda error: None, back.set, group.restore)
+    ear.start()
+    assert heard.wait(DEADLINE_S)
+    append, lost = store.ControlStore.append, []
+
+    def is_lost_once(self, *said) -> int:
+        if not lost:
+            lost.append(said)
+            raise store.StoreSilent("of a test", 1.0)
+        return append(self, *said)
+
+    monkeypatch.setattr(store.ControlStore, "append", is_lost_once)
+    place.start_empty()
+    assert back.wait(DEADLINE_S)
+    ear.stop()
+    other = place.client()
+    assert lost and other.get(f"{store.NOTICES}/0") == signals.to_json(RESETS[0])
+    assert other.members("report/0").keys() == {"0"}
 
 
 def test_a_failed_write_is_reported(place, agent):
