@@ -3,8 +3,7 @@ many connections as a real one has for it (``scale.py`` starts this).
 
 They speak TCPStore's own protocol (as torch 2.13 does), because a torch client needs a thread for each. A group's rank waits
 for notices on one connection; on the other its leader reports when a member has died, and reads the view when it is told of
-one. An agent waits likewise, and asks for the news, and for the newest view if that is the news, as ``agent.agent_client``
-does.
+one. An agent waits likewise, and asks for the newest view if a notice is about one, as ``agent.agent_client`` does.
 Prints a line ``ready``, and for each epoch one with the times at which its groups had the view.
 """
 
@@ -160,28 +159,25 @@ class Group:
 
 
 class Agent:
-    """One agent: the requests of a host's agent after every notice."""
+    """One agent: the requests of a host's agent after every notice about a view."""
 
     def __init__(self) -> None:
-        self._stirred, self._agreed = False, False
+        self._agreed = False
         self.voice: Line | None = None
 
     def on_signal(self, signal: signals.Signal) -> None:
-        self._stirred = True
-        self._agreed |= isinstance(signal, signals.ViewAgreed)
-        self.voice.poke()
+        if isinstance(signal, signals.ViewAgreed):
+            self._agreed = True
+            self.voice.poke()
 
     def script(self) -> Script:
-        index, epoch = 0, 0
+        epoch = 0
         while True:
             yield None
-            while self._stirred:
-                self._stirred = False
-                while (yield from _get(f"{NOTICES}/{index}")) is not None:
-                    index += 1
-                while self._agreed and (raw := (yield from _get(f"view/{epoch + 1}"))) is not None:
-                    epoch = raw["epoch"]
+            while self._agreed:
                 self._agreed = False
+                while (raw := (yield from _get(f"view/{epoch + 1}"))) is not None:
+                    epoch = raw["epoch"]
 
 
 class Crowd:

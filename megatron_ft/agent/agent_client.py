@@ -3,11 +3,11 @@
 An outage of the store loses nothing: ranks train on, announcements are made when the store is back, and earlier ones are
 repeated when it has come back empty. A question may block for the store's timeout, so it is repeated only after a while.
 
-While nothing happens, nothing is asked: a thread waits for the next notice (``coordination.watcher``). After a notice the
-agent asks for the news; only after a notice about a view or the run's end, it asks for the newest view, or the end.
+While nothing happens, nothing is asked: a thread waits for notices (``coordination.watcher``), and the agent takes in what
+that thread has heard. Only after a notice about a view or the run's end, it asks for the newest view, or the end.
 
-Failures it assumes: the store is gone or silent for a while, or comes back empty. An exception that ends the thread is
-printed with its traceback.
+Failures it assumes: the store is gone or silent for a while, or comes back empty. The thread ends by a bug: another one is
+started, once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.coordination.client import DONE
-from megatron_ft.coordination.store import NOTICES, ControlStore, StoreLostMemory
+from megatron_ft.coordination.store import ControlStore, StoreLostMemory
 from megatron_ft.core.protocol import key_lifetimes, signals
 from megatron_ft.errors import StoreError
 from megatron_ft.types import View
@@ -31,9 +32,9 @@ from megatron_ft.utils.vital_thread import described
 _RETRY_S = 1.0
 _FAR_S = 20.0
 """Seconds between two questions without a notice: a view's writer may be lost before it announces it."""
-_NEWS, _VIEW, _ENDED = "news", "view", "ended"
-_GAP = 16
-"""After the store has come back empty, this number of further epochs is searched: only the newest views were put back."""
+_LISTEN_S = 10.0
+"""The longest wait for one notice: after a link was cut, the connection may be dead although the store answers again."""
+_VIEW, _ENDED = "view", "ended"
 
 Answer = TypeVar("Answer")
 
@@ -46,34 +47,36 @@ class AgentClient:
         self._said: list[tuple[signals.Signal, str]] = []
         self._unsaid: list[tuple[signals.Signal, str]] = []
         self._away_until: float | None = None
-        self._heard, self._memory, self._looked_in = 0, store.memory, store.memory
         self._asked: dict[str, float] = {}
         self._stirred: dict[str, float] = {}
-        self._looked_at_floor = -float("inf")
-        self._also: Callable[[signals.Verdict], None] = lambda verdict: None
+        self._news: deque[signals.Signal] = deque()
         self._ear: watcher.Watcher | None = None
-        self._deaf = False
+        self._bugs: list[BaseException] = []
 
     def listen(self, heard: Callable[[signals.Verdict], None] = lambda verdict: None) -> None:
         """Listen from now on; the run must have begun. ``heard`` gets every verdict, in the listening thread."""
-        self._also = heard
-        self._ear = watcher.Watcher(self._store.clone(), self._on_signal, self.stir, self.stir, failed=self._deafen)
+
+        def failed(error: BaseException) -> None:
+            self._bugs.append(error)
+            if len(self._bugs) == 1:
+                traceback.print_exception(error)
+                say(f"the thread that listens for notices {described(error)}; another one hears all of them again")
+                self.listen(heard)
+
+        self._ear = watcher.Watcher(
+            self._store.clone(), heard, self.stir, self.stir, wait_s=_LISTEN_S, told=self._told, failed=failed
+        )
         self._ear.start()
 
-    def _on_signal(self, verdict: signals.Verdict) -> None:
-        self._also(verdict)
-        questions = {signals.ViewAgreed: (_NEWS, _VIEW), signals.RunFinished: (_NEWS, _ENDED)}
-        self._stirred |= dict.fromkeys(questions.get(type(verdict), (_NEWS,)), time.monotonic())
-
-    def _deafen(self, error: BaseException) -> None:
-        """Listening thread: note that it ends by a bug. From now on the agent asks the store itself, without pauses."""
-        traceback.print_exception(error)
-        say(f"the thread that listens for notices {described(error)}; the agent goes on without it")
-        self._ear, self._deaf = None, True
+    def _told(self, signal: signals.Signal) -> None:
+        """Listening thread: note which answers a notice may have changed, and keep it for :meth:`news`."""
+        if question := {signals.ViewAgreed: _VIEW, signals.RunFinished: _ENDED}.get(type(signal)):
+            self._stirred[question] = time.monotonic()
+        self._news.append(signal)
 
     def stir(self, error: StoreError | None = None) -> None:
         """Ask everything anew: anything may have happened. Any thread may call it."""
-        self._stirred |= dict.fromkeys((_NEWS, _VIEW, _ENDED), time.monotonic())
+        self._stirred |= dict.fromkeys((_VIEW, _ENDED), time.monotonic())
 
     def hurry(self) -> None:
         """Ask the store at once: it is at another address from now on. Any thread may call it."""
@@ -87,7 +90,7 @@ class AgentClient:
     def _is_due(self, question: str) -> bool:
         """Return whether the answer may have changed since that question was asked last."""
         now, last = time.monotonic(), self._asked.get(question, -float("inf"))
-        due = self._ear is None or self.away or self._stirred.get(question, last - 1.0) >= last or now - last >= _FAR_S
+        due = self.away or self._stirred.get(question, last - 1.0) >= last or now - last >= _FAR_S
         if due:
             self._asked[question] = now
         return due
@@ -111,66 +114,24 @@ class AgentClient:
         return not self._unsaid
 
     def news(self) -> list[signals.Signal]:
-        """Return the signals of all senders since the last call; all of them again when the store has come back empty."""
-        found: list[signals.Signal] = []
-        if not self._is_due(_NEWS):
-            return found
-        if self._heard == 0 or time.monotonic() - self._looked_at_floor > _FAR_S:
-            found += self._skipped()
-        while (entry := self._ask(self._next_notice)) is not None:
-            self._heard += 1
-            found.append(signals.from_json(entry))
-        if self._deaf:
-            for signal in found:
-                self._also(signals.classify(signal))
-        return found
-
-    def _skipped(self) -> list[signals.Signal]:
-        """Return what still matters of notices that were deleted before they were read here."""
-        self._follow_memory()
-        there = self._ask(lambda: (key_sweeper.skipped(self._store, self._heard),))
-        if there is None:
-            return []
-        self._looked_at_floor = time.monotonic()
-        if there[0] is None or self._memory != self._store.memory:
-            return []
-        self._heard, said = there[0]
-        return list(map(signals.from_json, said))
-
-    def _follow_memory(self) -> None:
-        if self._memory != self._store.memory:  # another log
-            self._heard, self._memory = 0, self._store.memory
-
-    def _next_notice(self) -> dict[str, Any] | None:
-        self._follow_memory()
-        return self._store.get(f"{NOTICES}/{self._heard}")
+        """Return the signals of all senders since the last call; all of them again when the store has come back empty, or
+        the listening thread was started again. Raises the exception that has ended that thread, too."""
+        if len(self._bugs) > 1:
+            raise self._bugs[-1]
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def newest_view(self, known: View) -> View:
         """Return the newest view that stands; ``known`` while no newer one is found."""
         if not self._is_due(_VIEW):
             return known
-        epoch = last = known.epoch + 1
-        while epoch <= last:
-            raw = self.get(f"view/{epoch}")
-            if raw is not None:
-                known, last = View.from_json(raw), epoch + 1
-            if self._looked_in != self._store.memory:
-                self._looked_in, last = self._store.memory, epoch + _GAP
-            epoch += 1
-        # The views after the known one may have been deleted while this agent did not look.
-        while (raw := self._ask(partial(key_sweeper.oldest_view, self._store, known.epoch))) is not None:
+        while (raw := self._ask(partial(key_sweeper.find_view, self._store, known.epoch + 1))) is not None:
             known = View.from_json(raw)
-            while (raw := self.get(f"view/{known.epoch + 1}")) is not None:
-                known = View.from_json(raw)
-        self._prune(known)
-        return known
-
-    def _prune(self, view: View) -> None:
-        """Forget keys that a store that comes back empty could not need any more."""
-        needed = key_lifetimes.kept([own for own, _ in self._said], view)
+        # What a store that comes back empty could not need any more is forgotten.
+        needed = key_lifetimes.kept([own for own, _ in self._said], known)
         self._said = [said for said in self._said if said[0] in needed]
-        present = key_lifetimes.Present(view, key_lifetimes.floor_of(view, 0))
+        present = key_lifetimes.Present(known, key_lifetimes.floor_of(known, 0))
         self._own = {key: value for key, value in self._own.items() if not key_lifetimes.expired(key, present)}
+        return known
 
     def put(self, key: str, value: Any) -> bool:
         """Write a key that only this agent writes, and again after the store came back empty. False: it is away."""

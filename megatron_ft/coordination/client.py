@@ -107,7 +107,7 @@ class CoordinationClient:
 
     def look_at_view(self, epoch: int) -> View | None:
         """Like :meth:`view`, for a group without a seat: it puts no view back after the store has forgotten."""
-        raw = self._ask(lambda: self._store.get(f"view/{epoch}") or key_sweeper.oldest_view(self._store, epoch))
+        raw = self._ask(lambda: key_sweeper.find_view(self._store, epoch))
         return None if raw is None else View.from_json(raw)
 
     def _later_view(self, epoch: int) -> Any | None:
@@ -116,7 +116,7 @@ class CoordinationClient:
         if now - self._looked_at_floor < _FLOOR_S:
             return None
         self._looked_at_floor = now
-        return key_sweeper.oldest_view(self._store, epoch)
+        return key_sweeper.find_view(self._store, epoch)
 
     def fence(self, seats: Collection[Seat], reason: str) -> tuple[Claim, ...] | None:
         """Fence these seats by a claim; called before a view is proposed that leaves a group out.
@@ -277,6 +277,7 @@ class CoordinationClient:
             if view is not None:
                 store.restore(view.epoch, view.to_wire(), dict(self._mine))
         if view is not None:
+            store.raise_floor(key_lifetimes.Floor(view.epoch))  # who knows an older view finds this one
             for (collection, member), value in list(self._added.items()):
                 store.add(collection, member, value)
             for signal, by in list(self._said):

@@ -51,18 +51,14 @@ def skipped(store: ControlStore, index: int) -> tuple[int, list[dict[str, Any]]]
     return None
 
 
-def oldest_view(store: ControlStore, epoch: int) -> Any | None:
-    """Return the wire form of the oldest view there is, if all up to ``epoch`` may have been deleted; None otherwise."""
-    while (floor := store.floor()).epoch > epoch:
-        for number in range(
-            floor.epoch, floor.epoch + key_lifetimes.BEHIND
-        ):  # a rebuilt store has only the newest view
-            raw = store.get(f"view/{number}")
-            if raw is not None:
-                return raw
-        if store.floor() == floor:
-            return None
-    return None
+def find_view(store: ControlStore, epoch: int) -> Any | None:
+    """Return the wire form of the view of ``epoch``, or of the oldest one that is left if that was deleted; None if it can
+    still come."""
+    found = store.get(f"view/{epoch}")
+    while found is None and (floor := store.floor()).epoch > epoch:
+        epoch = floor.epoch
+        found = store.get(f"view/{epoch}")
+    return found
 
 
 class Sweeper:
@@ -124,7 +120,8 @@ class Sweeper:
         """Look once for what can be deleted, and delete it if this host is the sweeping one. Raises ``StoreError``."""
         if self._memory != self._store.memory:
             self._forget()
-        self._find_view()
+        while (raw := find_view(self._store, self._view.epoch + 1)) is not None:
+            self._view = View.from_json(raw)
         if not self._view.live or not self._mine(min(self._view.live)):
             return
         self._read_notices()
@@ -145,14 +142,6 @@ class Sweeper:
         self._old, self._recent = [], []
         self._end = self._read = 0
         self._memory = self._store.memory
-
-    def _find_view(self) -> None:
-        while True:
-            number = self._view.epoch + 1
-            raw = self._store.get(f"view/{number}") or oldest_view(self._store, number)
-            if raw is None:
-                return
-            self._view = View.from_json(raw)
 
     def _read_notices(self) -> None:
         found = skipped(self._store, self._read)

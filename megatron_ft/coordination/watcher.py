@@ -44,6 +44,7 @@ class Watcher:
         empty: the store answers and has forgotten the run. To rebuild it, call ``restore`` of the store that it gets.
             Called again if it has raised an error of the store. Without it, the watcher waits until another client of
             this process has done so.
+        told: gets every notice itself, before its verdicts.
         failed: gets any other exception, of these functions too, and the watcher ends. By default it ends this rank.
     """
 
@@ -55,9 +56,10 @@ class Watcher:
         back: Callable[[], None] = _nothing,
         empty: Callable[[ControlStore], None] = _nothing,
         wait_s: float = _WAIT_S,
+        told: Callable[[signals.Signal], None] = _nothing,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._wait_s = wait_s
+        self._wait_s, self._told = wait_s, told
         self._store, self._heard, self._lost, self._back, self._empty = store, heard, lost, back, empty
         self._stopped = threading.Event()
         self._away = False
@@ -114,7 +116,9 @@ class Watcher:
             self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
-        self._places, verdicts = group_locations.apply(self._places, signals.from_json(entry))
+        signal = signals.from_json(entry)
+        self._told(signal)
+        self._places, verdicts = group_locations.apply(self._places, signal)
         for verdict in verdicts:
             self._heard(verdict)
 

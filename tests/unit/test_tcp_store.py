@@ -127,9 +127,11 @@ def test_the_store_is_as_small_after_2000_view_changes_as_after_20(served):
     while (view := late_group.look_at_view(epoch)) is not None:
         epoch = view.epoch + 1
     assert epoch == 2001
-    agent = agent_client.AgentClient(served.clone(), {})
+    agent, said = agent_client.AgentClient(served.clone(), {}), []
     assert agent.newest_view(FIRST) == newest
-    assert {signal.exit.group for signal in agent.news() if isinstance(signal, signals.RankExited)} == {1}
+    agent.listen()
+    await_(lambda: said.extend(agent.news()) or signals.ViewAgreed(2000) in said, "the newest view is heard of")
+    assert {signal.exit.group for signal in said if isinstance(signal, signals.RankExited)} == {1}
     listening = watcher.Watcher(served.clone(), late_watcher.append, lambda error: None)
     listening.start()
     stale = ControlStore(served.address, served.run_id, 30.0)
@@ -137,7 +139,8 @@ def test_the_store_is_as_small_after_2000_view_changes_as_after_20(served):
     await_(lambda: signals.RunFinished() in late_watcher, "what a process says that begins now is heard")
     listening.stop()
     assert GroupFailed(1, str(Exit(1, 0, 4242, "node7", "SIGKILL", None)), 999, ended=True) in late_watcher
-    assert agent.news() == [signals.RunFinished()]
+    await_(lambda: agent.news() == [signals.RunFinished()], "the agent hears it, too")
+    agent.close()
 
 
 def test_a_reader_that_was_stopped_over_many_views_hears_all_that_matters(served):
