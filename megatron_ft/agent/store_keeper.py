@@ -22,21 +22,31 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ft.agent import process_keeper
 from megatron_ft.coordination import store
 from megatron_ft.errors import FTError, LaunchError
-from megatron_ft.runlog import run_directory
+from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import file_descriptors, lifeline, net, process_name
+from megatron_ft.utils import file_descriptors, lifeline, net, process_name, shared_file, steady_clock
 from megatron_ft.utils.console import say
+from megatron_ft.utils.process_status import ended_with, process_status
 from megatron_ft.utils.vital_thread import described
 
-_SERVES = b"+"
+RESTARTS, WITHIN_S = 5, 60.0
+"""This number of restarts within that time is made at once; the next one waits until the time has passed."""
+STOPPED_S = 10.0
+"""Seconds to wait for a store that is stopped (SIGSTOP, a debugger) before another takes its place."""
+_LOOK_S = 0.1
+_MOST_S = 0.25
+"""The most that one look adds to a time: while the keeper was stopped itself, it has seen nothing."""
+
+_BEGIN, _SERVES = b"1", b"+"
 _FIRST_S = 60.0
 """Seconds for the first store to serve; a longer silence is left to its client, which says what it waits for."""
 
@@ -86,7 +96,7 @@ class StoreSupervisor:
                 return
             pid, self.pid = self.pid, None
             if self.serves:
-                why = process_keeper.ended_with(os.waitstatus_to_exitcode(status))
+                why = ended_with(os.waitstatus_to_exitcode(status))
                 say(f"the keeper of the control store (pid {pid}) {why}, and took the store along; another is started")
                 self.pid = self._start()
 
@@ -98,7 +108,7 @@ class StoreSupervisor:
             self.serves = True
             try:
                 if self.pid is not None and self._order is not None:
-                    os.write(self._order, b"1")
+                    os.write(self._order, _BEGIN)
                     return
             except BrokenPipeError:  # the keeper was killed
                 # no limit: the process has ended: nothing reads from its pipe
@@ -137,19 +147,14 @@ class StoreSupervisor:
         ``reports``: the descriptor to which a forked one's first store reports."""
         agent = os.getpid()
         if threading.active_count() == 1:
-            awaited, order = os.pipe()
+            awaited, self._order = os.pipe()
+            if self.serves:
+                os.write(self._order, _BEGIN)
             pid = os.fork()
             if pid == 0:
-                os.close(order)
-                _run(
-                    lambda: _keep(self._listener, self._run_dir, agent, None if self.serves else awaited, reports),
-                    reports,
-                )
+                os.close(self._order)
+                _run(lambda: _keep(self._listener, self._run_dir, agent, awaited, reports), reports)
             os.close(awaited)
-            if self.serves:
-                os.close(order)
-            else:
-                self._order = order
             return pid
         if not self.serves:
             return None
@@ -162,11 +167,11 @@ class StoreSupervisor:
 
 
 def _keep(
-    listener: socket.socket, run_dir: Path, agent: int, order: int | None = None, serves: int | None = None
+    listener: socket.socket, run_dir: Path, agent: int, order: int | None = None, reports: int | None = None
 ) -> NoReturn:
-    """Fork stores, one after the other, until the agent ends.
+    """Fork stores, one after the other, until the agent ends. A full disk is no reason to have no store.
 
-    ``order``: wait first until something can be read from it. ``serves``: the first store reports there that it serves, or
+    ``order``: wait first until something can be read from it. ``reports``: the first store reports there that it serves, or
     why it does not.
     """
     lifeline.end_with(agent)
@@ -179,32 +184,66 @@ def _keep(
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if order is not None and not os.read(order, 1):
         raise SystemExit  # the agent has ended
-    first = [] if serves is None else [serves]
-    said = {"address": net.joined(*listener.getsockname()[:2])}
-    process_keeper.keep(
-        lambda: _fork_store(listener, first), "the control store", run_dir, run_dir / run_directory.STORE, said
-    )
+    deaths: deque[float] = deque(maxlen=RESTARTS)
+    host, address = socket.gethostname(), net.joined(*listener.getsockname()[:2])
+
+    def note(event: str, pid: int, detail: str) -> None:
+        with contextlib.suppress(OSError):
+            history.append(run_dir, "store", what=event, pid=pid, host=host, detail=detail)
+
+    # no limit: a keeper has nothing else to do, and ends with its agent
+    while True:
+        pid, reports = _fork_store(listener, reports), None
+        said = {"pid": pid, "host": host, "address": address, "started": round(steady_clock.now(), 6)}
+        with contextlib.suppress(OSError):
+            shared_file.write_json(run_dir / run_directory.STORE, said)
+        if deaths:
+            note("restarted", pid, "")
+        why = _await_end(pid)
+        wait_s = deaths[0] + WITHIN_S - time.monotonic() if len(deaths) == RESTARTS else 0.0
+        deaths.append(time.monotonic())
+        when = f"in {wait_s:.0f} s, it ended {RESTARTS + 1} times within {WITHIN_S:g} s" if wait_s > 0 else "at once"
+        note("died", pid, f"{why}; started again {when}")
+        say(f"the control store (pid {pid}) {why}; it is started again {when}")
+        time.sleep(max(0.0, wait_s))
 
 
-def _fork_store(listener: socket.socket, reports: list[int]) -> int:
-    """Fork a store. ``reports``: the descriptor to which the first one reports; later ones find none there."""
-    keeper, serves = os.getpid(), reports.pop() if reports else None
+def _fork_store(listener: socket.socket, reports: int | None) -> int:
+    keeper = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _run(lambda: _serve(listener, keeper, serves), serves)
-    if serves is not None:
-        os.close(serves)  # the agent sees the end of the store
+        _run(lambda: _serve(listener, keeper, reports), reports)
+    if reports is not None:
+        os.close(reports)  # the agent sees the end of the store
     return pid
 
 
-def _serve(listener: socket.socket, keeper: int, serves: int | None) -> NoReturn:
+def _await_end(pid: int) -> str:
+    """Wait until the store has ended; kill it when it was stopped for too long. Return the reason."""
+    stopped_s, looked = 0.0, time.monotonic()
+    # no limit: a keeper has nothing else to do, and ends with its agent
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return ended_with(os.waitstatus_to_exitcode(status))
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
+        looked, before = time.monotonic(), looked
+        stopped_s = stopped_s + min(looked - before, _MOST_S) if process_status(pid).state == "T" else 0.0
+        if stopped_s > STOPPED_S:
+            os.kill(pid, signal.SIGKILL)
+            # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
+            os.waitpid(pid, 0)
+            return f"was stopped for {STOPPED_S:g} s and is ended"
+
+
+def _serve(listener: socket.socket, keeper: int, reports: int | None) -> NoReturn:
     lifeline.end_with(keeper)
     process_name.take("control store", "ft-store")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     server = store.serve_on(listener)
-    if serves is not None:
-        os.write(serves, _SERVES)
-        os.close(serves)
+    if reports is not None:
+        os.write(reports, _SERVES)
+        os.close(reports)
     # no limit: the store's process has nothing else to do, and ends with its keeper
     while server is not None:
         signal.pause()
@@ -214,19 +253,18 @@ def _serve(listener: socket.socket, keeper: int, serves: int | None) -> NoReturn
 # --- both processes ---------------------------------------------------------------------------------------------------
 
 
-def _run(part: Callable[[], NoReturn], serves: int | None = None) -> NoReturn:
-    """Run the outermost call of a forked process, which never returns to the code that forked. ``serves``: the descriptor
+def _run(part: Callable[[], NoReturn], reports: int | None = None) -> NoReturn:
+    """Run the outermost call of a forked process, which never returns to the code that forked. ``reports``: the descriptor
     that gets the last words of a store that does not serve."""
     try:
         _detach()
         part()
     except BaseException as error:
         traceback.print_exc()
-        if serves is not None:
+        if reports is not None:
+            words = str(error) if isinstance(error, FTError) else described(error)
             with contextlib.suppress(OSError):  # it serves, and has closed it
-                os.write(
-                    serves, (str(error) if isinstance(error, FTError) else described(error)).encode(errors="replace")
-                )
+                os.write(reports, words.encode(errors="replace"))
     finally:
         os._exit(1)
 

@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.agent.process_keeper import ended_with
 from megatron_ft.doctor.host_orders import Part
 from megatron_ft.doctor.meeting import Channel, Message
 from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.qualify import device_facts
 from megatron_ft.utils import lifeline, shared_file
-from megatron_ft.utils.process_status import process_status
+from megatron_ft.utils.process_status import ended_with, process_status
 
 MEMBER = [sys.executable, "-m", "megatron_ft.qualify.member_process"]
 LAUNCH = [sys.executable, "-m", "megatron_ft"]

@@ -6,6 +6,7 @@ every rank several times per second, for which one read of one file is enough.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,3 +45,8 @@ def lives(pid: int, start: int) -> bool:
     except OSError:
         return False
     return not status.ended and status.start == start
+
+
+def ended_with(code: int) -> str:
+    """Describe an exit code as ``subprocess`` reports it."""
+    return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

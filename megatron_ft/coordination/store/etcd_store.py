@@ -23,7 +23,7 @@ _DELETE_AT_ONCE = 100
 
 
 class EtcdStore:
-    """The port over etcd's transactions, watches and leases. ``timeout_s`` bounds the silence of all nodes together."""
+    """The port over etcd's transactions and watches. ``timeout_s`` bounds the silence of all nodes together."""
 
     def __init__(
         self, address: EtcdAddress, timeout_s: float, verify: Verify | None = None, access: Access | None = None
@@ -34,7 +34,6 @@ class EtcdStore:
             verified = lambda post: verify(lambda key: _value(post("/v3/kv/range", {"key": encoded(key)})))  # noqa: E731
         self._gateway = Gateway(address.endpoints, timeout_s, verified, self._access)
         self._torch: TorchEtcdStore | None = None
-        self._leases: dict[str, str] = {}
         self.name = self._gateway.name
 
     def set(self, key: str, value: str) -> None:
@@ -92,17 +91,6 @@ class EtcdStore:
             written = self._gateway.watch(key, revision + 1, min(left_s, self._gateway.timeout_s))
             if written and (value := self._read(key)[0]) is None:
                 return None  # it has been deleted since
-
-    def beat(self, key: str, value: str, ttl_s: float) -> None:
-        """Write the value with a lease: it is gone ``ttl_s`` (whole seconds, at least 2) after the last beat."""
-        lease, left = self._leases.get(key, ""), 0
-        if lease:
-            answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease})
-            left = int(answer.get("result", {}).get("TTL", 0))
-        if left <= 0:
-            lease = self._gateway.call("/v3/lease/grant", {"TTL": str(max(1, round(ttl_s)))})["ID"]
-        self._gateway.call("/v3/kv/put", {"key": encoded(key), "value": encoded(value), "lease": lease})
-        self._leases[key] = lease
 
     def rendezvous(self, prefix: str) -> Any:
         """Return a torch store. All of a client share a connection: each epoch has a store, which is never given back."""

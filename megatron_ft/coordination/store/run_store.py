@@ -269,11 +269,11 @@ class ControlStore:
     # --- signs of life ------------------------------------------------------------------------------------------------
 
     def beat(self, name: str, ttl_s: float) -> None:
-        """Write a sign of life of ``name``; repeat it at least every third of ``ttl_s`` (etcd: 2 s or more)."""
+        """Write a sign of life of ``name``; repeat it at least every third of ``ttl_s``. Readers watch it change."""
         key = self._key(f"beat/{name}")
         # Numbers also grow from one owner to the next, so that an older beat that is written again is recognised.
         self._beats[key] = max(self._beats.get(key, 0) + 1, time.time_ns())
-        self._client.beat(key, self._wrapped(key, [self._beats[key], ttl_s]), ttl_s)
+        self._client.set(key, self._wrapped(key, [self._beats[key], ttl_s]))
 
     def beating(self, name: str) -> bool:
         """Return whether ``name`` gave a sign of life within its ``ttl_s``, on this process' clock. The first look
@@ -370,8 +370,7 @@ class ControlStore:
         what = "knows no run" if standing is None else "was restarted empty and is being rebuilt for run"
         return StoreLostMemory(
             f"the control store {self._client.name} {what} {self.run_id}; it is rebuilt by the groups that live, and if "
-            f"none does the run has to be started again",
-            restored=standing is not None,
+            f"none does the run has to be started again"
         )
 
     def _verify(self, get: Callable[[str], str | None]) -> None:

@@ -135,10 +135,6 @@ class TcpStore:
         deadline = time.monotonic() + timeout_s
         return self._call(lambda client: client.wait(key, deadline), timeout_s)
 
-    def beat(self, key: str, value: str, ttl_s: float) -> None:
-        """Write the value. A TCPStore forgets nothing; readers watch the value change on their own clocks."""
-        self.set(key, value)
-
     def rendezvous(self, prefix: str) -> Any:
         guard, begun = self._new_guard(), time.monotonic()
         try:
@@ -174,7 +170,7 @@ class TcpStore:
         begun, moves = time.monotonic(), self._moves
         old = self._guard.connected
         if not old and self._last and begun < self._not_before:
-            raise self._last.__class__(*self._last.args, *_extra(self._last))
+            raise type(self._last)(*self._last.args)
         for again in (old, False):
             if self._is_cut:
                 raise self._gone(OSError("this process needs it no more"))
@@ -204,7 +200,10 @@ class TcpStore:
     def _away(self, error: Exception, begun: float, bound_s: float) -> StoreGone | StoreSilent:
         """Return what that end of a call means. torch's own time limits end at about the same time as the guard's."""
         if isinstance(error, Overdue) or time.monotonic() - begun >= bound_s:
-            return self._silent(bound_s)
+            return StoreSilent(
+                f"control store {self.name} has been silent for {bound_s:g} s; its process is stopped, its host overloaded "
+                f"or the network to it is cut. What needs it goes on when it answers again"
+            )
         return self._gone(error)
 
     def _gone(self, error: BaseException) -> StoreGone:
@@ -212,17 +211,6 @@ class TcpStore:
             f"control store {self.name} is gone ({first_line(error)}); its process has ended or the network to it is "
             f"cut. What needs it goes on when a store answers there again"
         )
-
-    def _silent(self, silent_s: float) -> StoreSilent:
-        return StoreSilent(
-            f"control store {self.name} has been silent for {silent_s:g} s; its process is stopped, its host overloaded or "
-            f"the network to it is cut. What needs it goes on when it answers again",
-            silent_s,
-        )
-
-
-def _extra(error: StoreGone | StoreSilent) -> tuple[float, ...]:
-    return (error.silent_s,) if isinstance(error, StoreSilent) else ()
 
 
 class _Client:
