@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.agent.operator_requests import STORE_KEY, host_key, store_address
-from megatron_ft.agent.peers import MEET_TIMEOUT_S, Place, boot_store
+from megatron_ft.agent.peers import MEET_TIMEOUT_S, Place
 from megatron_ft.agent.spare_host import start_key
 from megatron_ft.auth import secret
-from megatron_ft.config.schema import EMBEDDED, RunConfig
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.config.store_address import EtcdAddress, is_etcd
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
@@ -165,44 +165,27 @@ def without_spares(hosts: int, rank: int, spares: int) -> tuple[int, bool]:
 def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunConfig) -> Running:
     """Return the run that host 0 is about to begin, or has begun, once its groups may be joined. Raises ``LaunchError``
     if it does not begin."""
-    setting, after_s = config.fault_tolerance.store, config.fault_tolerance.detector.stall_notice_s
-    if setting == EMBEDDED and store is None and job is None:
+    etcd = is_etcd(config.fault_tolerance.store)
+    if not etcd and store is None and job is None:
         raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0 as the others do, or --job-id")
-    if setting == EMBEDDED:
-        its = job or _ONLY_JOB
-        return _await_started(run_dir, lambda running: running.job == its and not is_etcd(running.store), after_s)
-    with wait_notice.notices(lambda: _waits(run_dir, "host 0 to begin the run"), after_s):
-        boot = boot_store(setting, job or _ONLY_JOB, MEET_TIMEOUT_S, secret.load(run_dir, MEET_TIMEOUT_S))
-        run = boot.wait("run", MEET_TIMEOUT_S)
-        boot.close()
-    if run is None:
-        raise LaunchError(f"store {setting}: host 0 has begun no run within {MEET_TIMEOUT_S:g} s; start it")
-    return _await_started(run_dir, lambda running: running.run_id == run["run_id"], after_s)
+    awaited = ["host 0 to begin the run"]
+    line = lambda: f"this spare host waits for {awaited[-1]} in {run_dir}"  # noqa: E731
+    with wait_notice.notices(line, config.fault_tolerance.detector.stall_notice_s):
+        return _begun(run_dir, job or _ONLY_JOB, etcd, awaited.append)
 
 
-def _waits(run_dir: Path, awaited: str) -> str:
-    return f"this spare host waits for {awaited} in {run_dir}"
-
-
-def _await_started(run_dir: Path, wanted: Callable[[Running], bool], notice_s: float) -> Running:
-    """Return the run in that directory once it is ``wanted`` and its groups may be joined. While that takes longer than
-    ``notice_s``, lines say which host has not come.
+def _begun(run_dir: Path, job: str, etcd: bool, awaits: Callable[[str], None]) -> Running:
+    """Return the run of that launch once its groups may be joined; ``awaits`` is told which host has not come.
 
     The store of an earlier launch's run does not answer. The control store may move to another host at any moment, so
     each wait there is no longer than a probe.
     """
-    awaited = ["host 0 to begin the run"]
-    with wait_notice.notices(lambda: _waits(run_dir, awaited[-1]), notice_s):
-        return _begun(run_dir, wanted, awaited.append)
-
-
-def _begun(run_dir: Path, wanted: Callable[[Running], bool], awaits: Callable[[str], None]) -> Running:
     found, deadline = "", time.monotonic() + MEET_TIMEOUT_S
     while True:
         why = "the run there is that of another launch"
         try:
             running = find(run_dir)
-            if wanted(running):
+            if running.job == job and is_etcd(running.store) == etcd:
                 store = running.open(_PROBE_S)
                 try:
                     store.check_begun()
@@ -265,8 +248,10 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
         cards: dict[int, Any] = {rank: store.get(host_key(rank)) for rank in range(running.hosts)}
         if None in cards.values():
             raise StoreError("it is only just starting; try again when it has made a step")
-        number, name = _claim_number(store, running.hosts)
-        claims: dict[str, Any] = {name: socket.gethostname()}
+        number = running.hosts
+        while not store.claim(number_key(number), socket.gethostname())[1]:
+            number += 1
+        claims: dict[str, Any] = {number_key(number): socket.gethostname()}
         for group in range(running.config.groups, running.config.max_groups):
             key = start_key(group, FIRST, 0)
             if len(claims) <= groups and store.create(key, number) == number:
@@ -281,13 +266,6 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
         )
     place = Place(running.hosts, number, address, running.store, running.job)
     return Newcomer(running, place, taken, cards, claims)
-
-
-def _claim_number(store: ControlStore, hosts: int) -> tuple[int, str]:
-    number = hosts
-    while not store.claim(number_key(number), socket.gethostname())[1]:
-        number += 1
-    return number, number_key(number)
 
 
 def number_key(host: int) -> str:

@@ -97,46 +97,46 @@ def place(options: LaunchOptions) -> Place:
     """
     config, hosts, rank, job = options.config, options.hosts, options.host_rank, options.job_id
     groups, per_group, setting = config.groups, config.ranks_per_group, config.fault_tolerance.store
-    address, found = options.address, setting if is_etcd(setting) else options.store
-    if hosts < 1 or not 0 <= rank < hosts:
+    etcd, address, store_address = is_etcd(setting), options.address, options.store
+    if not 0 <= rank < hosts:
         raise LaunchError(
             f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one"
         )
-    if is_etcd(setting) and options.store is not None:
-        raise LaunchError(f"--store is {options.store} and the config says store {setting!r}; leave --store out")
-    if hosts == 1 and options.store is None and job is None:
-        own = address or net.loopback()
-        store_address = found or net.joined(own, options.port)
-        return Place(address=own, store=store_address, job=uuid.uuid4().hex, grows=address is not None)
     if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
         raise LaunchError(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
             f"equal part of one: use another number of hosts"
         )
-    if is_etcd(setting):
-        if job is None:
-            raise LaunchError(
-                "--job-id is missing; with etcd and several hosts it tells this launch from earlier ones there: give all "
-                "hosts the same new name, such as the job's number"
-            )
-        first = EtcdAddress.parse(setting).endpoints[0][0]
-        return Place(hosts, rank, address or net.address_for(first, 0, options.target), setting, job)
-    if found is None and job is not None:
-        if rank == 0:
-            own = address or own_address(options.target)
-            return Place(hosts, rank, own, net.joined(own, options.port), job, grows=True)
-        line = f"host {rank} waits for host 0 to begin launch {job} in {options.run_dir}"
-        with _waiting(config, lambda: line):
-            found = announced_store(options.run_dir, job)
-    where = None if found is None else net.split(found)
-    if found is None or where is None:
+    if etcd and store_address is not None:
+        raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
+    if hosts == 1 and store_address is None and job is None:
+        own = address or net.loopback()
+        store_address = setting if etcd else net.joined(own, options.port)
+        return Place(address=own, store=store_address, job=uuid.uuid4().hex, grows=address is not None)
+    if etcd and job is None:
         raise LaunchError(
-            f"--store is {found!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free port "
-            f"there; or the same new --job-id, and a run directory that they share"
+            "--job-id is missing; with etcd and several hosts it tells this launch from earlier ones there: give all "
+            "hosts the same new name, such as the job's number"
         )
-    local_address(where[0])  # refuses a name that cannot be resolved
-    own = address or net.address_for(where[0], rank, options.target)
-    return Place(hosts, rank, own, found, job or _ONLY_JOB, grows=True)
+    if etcd:
+        store_address, meets_at = setting, EtcdAddress.parse(setting).endpoints[0][0]
+        own = address or net.address_for(meets_at, 0, options.target)
+    elif store_address is None and job is not None and rank == 0:
+        own = address or own_address(options.target)
+        store_address = net.joined(own, options.port)
+    else:
+        if store_address is None and job is not None:
+            line = f"host {rank} waits for host 0 to begin launch {job} in {options.run_dir}"
+            with _waiting(config, lambda: line):
+                store_address = announced_store(options.run_dir, job)
+        if store_address is None or (where := net.split(store_address)) is None:
+            raise LaunchError(
+                f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a "
+                f"free port there; or the same new --job-id, and a run directory that they share"
+            )
+        local_address(where[0])  # refuses a name that cannot be resolved
+        own = address or net.address_for(where[0], rank, options.target)
+    return Place(hosts, rank, own, store_address, job or _ONLY_JOB, grows=True)
 
 
 def _waiting(config: RunConfig, text: Callable[[], str]) -> contextlib.AbstractContextManager[None]:

@@ -143,11 +143,12 @@ def test_a_spare_host_that_waits_says_for_which_host(run_dir, monkeypatch):
 
     def find(directory):
         assert first.wait(60)
-        return SimpleNamespace(run_id="run", hosts=2, open=lambda timeout_s: Store())
+        return SimpleNamespace(run_id="run", hosts=2, job="new", store="n0:1", open=lambda timeout_s: Store())
 
     monkeypatch.setattr(join, "find", find)
     monkeypatch.setattr(wait_notice, "say", lambda line: [event.set() for text, event in said.items() if text in line])
-    assert join._await_started(run_dir, lambda running: True, 0.01).hosts == 2
+    config = resolve({"fault_tolerance": {"detector": {"stall_notice_s": 0.01}}}, groups=2)
+    assert join.await_launch(run_dir, None, "new", config).hosts == 2
     assert next(answers, "none left") == "none left"
 
 
