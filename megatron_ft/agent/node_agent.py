@@ -326,7 +326,9 @@ class Agent:
                 if self._end_given_up():
                     deadline = time.monotonic() + _GRACE_S
             elif time.monotonic() > deadline:
-                self._kill_leftover()
+                for rank in self._ranks.living():  # all after a stop signal, else only those outside of the run
+                    if self._signalled is not None or not self._client.done(seat(rank.group, rank.incarnation)):
+                        rank.kill()
                 if self._given_up() and time.monotonic() > deadline + _GRACE_S:
                     return  # a rank that was killed and does not end is inside the kernel (state D)
 
@@ -396,6 +398,7 @@ class Agent:
         """Report that a rank has ended, first to the survivors, then in the record. A dropped rank was reported before."""
         self._client.stir()  # the meaning depends on whether the run has ended
         code = given(rank.process.returncode)
+        short = self._memory.reason() if code == -signal.SIGKILL and not rank.killed else None
         death = Exit(
             group=rank.group,
             position=rank.position,
@@ -403,7 +406,7 @@ class Agent:
             **self._hosts.who,
             signal=signal.Signals(-code).name if code < 0 else None,
             code=code if code >= 0 else None,
-            **{**self._killed_for_memory(rank, code), **rank.last_words()},
+            **{**({"detail": short} if short else {}), **rank.last_words()},
         )
         if code and not rank.killed and (hints := self._gpus.hints(rank.process.pid)):
             death = replace(death, detail=f"{death.detail}; {hints}" if death.detail else hints)
@@ -417,11 +420,6 @@ class Agent:
                 fields = {**asdict(death), "incarnation": rank.incarnation}
                 self._record.note_fault(fields, given(rank.ended), "agent's waitpid")
         self._ranks.write()
-
-    def _killed_for_memory(self, rank: Rank, code: int) -> dict[str, str]:
-        if code != -signal.SIGKILL or rank.killed:
-            return {}
-        return {"detail": why} if (why := self._memory.reason()) else {}
 
     def _is_failure_after(self, rank: Rank) -> bool:
         """Return whether a rank that did not end with code 0 failed, or was stopped by a signal to this agent, after the
@@ -465,12 +463,6 @@ class Agent:
         done = {rank.group for rank in self._ranks.living() if self._client.done(seat(rank.group, rank.incarnation))}
         if done:
             self._record.note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
-
-    def _kill_leftover(self) -> None:
-        """Kill ranks after the grace period: all of them after a stop signal, else only those outside of the run."""
-        for rank in self._ranks.living():
-            if self._signalled is not None or not self._client.done(seat(rank.group, rank.incarnation)):
-                rank.kill()
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
         """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""

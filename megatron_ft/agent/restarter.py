@@ -76,7 +76,9 @@ class RestartManager:
         self._client, self._leads, self._shared = client, dict(here), frozenset(shared)
         self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
         self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
-        self._groups = {group: restart_policy.Group(since=clock()) for group in here}
+        self._returns = settings.rejoin.enabled
+        never = "" if self._returns else "fault_tolerance.rejoin.enabled is false"
+        self._groups = {group: restart_policy.Group(since=clock(), never=never) for group in here}
         self._seats = restart_policy.Seats(first, settings.min_groups)
         self._losses: tuple[run_ending.Loss, ...] = ()
         self._unjudged: list[signals.Signal] = []
@@ -84,7 +86,7 @@ class RestartManager:
         self._refusals: list[Refusal] = []
         self._refused: set[GroupId] = set()
         self._away_since: float | None = None
-        self._known, self._off = False, not settings.rejoin.enabled
+        self._known = False
 
     def incarnation(self, group: GroupId) -> int:
         """Return the last start of the group on this host; 0 for a group that another host has by now."""
@@ -93,12 +95,8 @@ class RestartManager:
 
     def on_signal(self, signal: signals.Signal) -> None:
         """Take in what this agent has seen itself, without waiting for the store."""
-        if self._off:
-            self._bury(signal)
-            return
-        stopped = isinstance(signal, signals.RankExited) and signal.exit.code == RunStopped.exit_code
-        if stopped:  # the newest view decides whether all stop, or go on without this group
-            self._unjudged.append(signal)
+        if isinstance(signal, signals.RankExited) and signal.exit.code == RunStopped.exit_code:
+            self._unjudged.append(signal)  # the newest view decides whether all stop, or go on without this group
         else:
             self._take(signal)
 
@@ -108,10 +106,6 @@ class RestartManager:
         self._seats = self._seats.after(self._client.newest_view(self._seats.view))
         self._known = not self._client.away
         self._away_since = None if self._known else self._away_since or self._clock()
-        if self._off:
-            for signal in heard:
-                self._bury(signal)
-            return
         if not self._known:
             self._unjudged += heard
             return
@@ -132,7 +126,7 @@ class RestartManager:
     def due(self, unheard: Collection[GroupId]) -> list[Start]:
         """Return the starts that are due. ``unheard``: groups on hosts that are silent now; a new start that cannot
         reach members would be left out again."""
-        if self._off or not self._known or not self._client.told:
+        if not self._known or not self._client.told:
             return []
         now, found = self._clock(), []
         for number, group in self._groups.items():
@@ -174,9 +168,9 @@ class RestartManager:
 
     def pending(self) -> bool:
         """Return whether a group of this host may come back, so that its agent has to stay although no rank lives."""
-        if self._off or self.in_vain:
+        if self.in_vain:
             return False
-        return bool(self._unjudged) or any(group.pending for group in self._groups.values())
+        return any(group.pending or (self._unjudged and not group.never) for group in self._groups.values())
 
     @property
     def in_vain(self) -> bool:
@@ -186,7 +180,7 @@ class RestartManager:
     @property
     def hopeless(self) -> bool:
         """Return whether certainly no group has the model any more: a rank that waits for a seat waits in vain."""
-        return not self._off and self._known and not self._seats.enough
+        return self._known and not self._seats.enough
 
     @property
     def wiped_out(self) -> bool:
@@ -204,19 +198,16 @@ class RestartManager:
         if isinstance(verdict, signals.RestartRefused):
             self._refused.add(verdict.group)
         if isinstance(verdict, LeaveAnnounced):
-            self._leaves(verdict)
+            known = self._groups.get(verdict.group)
+            if known is not None and known.incarnation == verdict.incarnation:
+                self._groups[verdict.group] = restart_policy.never(known, verdict.reason)
         if not isinstance(verdict, GroupFailed):
             return
-        known = self._groups.get(verdict.group)
-        if known is not None and _concerns(verdict, known):
+        known, start = self._groups.get(verdict.group), verdict.incarnation
+        if known is not None and (start > known.incarnation or (start == known.incarnation and not known.down)):
             self._lost(verdict.group, self._loss(signal, verdict))
-        self._bury(signal)
-
-    def _bury(self, signal: signals.Signal) -> None:
-        verdict = signals.classify(signal)
-        if isinstance(verdict, GroupFailed):
-            self._losses = self._after(signal)
-            self._seats = self._seats.without(verdict.group, verdict.incarnation)
+        self._losses = self._after(signal)
+        self._seats = self._seats.without(verdict.group, start)
 
     def _after(self, signal: signals.Signal) -> tuple[run_ending.Loss, ...]:
         """Return the losses after what ``signal`` says of a rank, of this host or another one."""
@@ -255,14 +246,9 @@ class RestartManager:
             last_step=last_step,
             members=self._seats.view.members,
             refused=self._refused,
-            returns=not self._off,
+            returns=self._returns,
             idle=idle,
         )
-
-    def _leaves(self, verdict: LeaveAnnounced) -> None:
-        known = self._groups.get(verdict.group)
-        if known is not None and known.incarnation == verdict.incarnation:
-            self._groups[verdict.group] = restart_policy.never(known, verdict.reason)
 
     def _loss(self, signal: signals.Signal, verdict: GroupFailed) -> restart_policy.Loss:
         if not isinstance(signal, signals.RankExited):
@@ -308,7 +294,3 @@ class RestartManager:
                 self._groups[number] = restart_policy.never(group, decision["never"])
             elif decision is not None:
                 self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
-
-
-def _concerns(verdict: GroupFailed, known: restart_policy.Group) -> bool:
-    return verdict.incarnation > known.incarnation or (verdict.incarnation == known.incarnation and not known.down)
