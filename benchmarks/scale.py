@@ -80,11 +80,20 @@ def main() -> None:
 # --- view changes ------------------------------------------------------------------------------------------------------
 
 
+_SERVES = """
+import sys
+from megatron_ft.coordination import store
+server, port = store.host("127.0.0.1", 0)
+print(port, flush=True)
+sys.stdin.read()
+"""
+
+
 class Store:
     """A store process, and a run begun on it."""
 
     def __init__(self, view: View) -> None:
-        command = [sys.executable, "-m", "megatron_ft.coordination.store.server"]
+        command = [sys.executable, "-c", _SERVES]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT
         )

@@ -99,11 +99,11 @@ class CoordinationClient:
 
     def view(self, epoch: int) -> View | None:
         """Return the view of ``epoch`` if there is one; a later view if that has been deleted already."""
-        memory, answer = None, None
-        while memory is None or memory[0] != self.memory:  # a view in another memory does not count any more
-            memory = (self.memory,)
+        while True:
+            memory = self.memory
             answer = self._ask(lambda: self._store.get(f"view/{epoch}") or self._later_view(epoch))
-        return None if answer is None else self._stands(answer, memory[0])
+            if memory == self.memory:  # a view in another memory does not count any more
+                return None if answer is None else self._stands(answer, memory)
 
     def look_at_view(self, epoch: int) -> View | None:
         """Like :meth:`view`, for a group without a seat: it puts no view back after the store has forgotten."""

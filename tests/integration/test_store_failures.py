@@ -6,8 +6,6 @@ No call hangs, nothing is decided twice, and the survivors restore the contents.
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -389,15 +387,3 @@ def test_without_a_marker_a_restart_is_only_a_new_connection(server):
     server.kill()
     server.start()
     assert call(store, lambda store: store.get("key")) is None
-
-
-def test_a_server_ends_with_its_parent_and_names_a_port_in_use():
-    command = [sys.executable, "-m", "megatron_ft.coordination.store.server", "--port"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "0"], **pipes) as first:
-        port = first.stdout.readline().strip()
-        again = {"capture_output": True, "text": True, "timeout": DEADLINE_S, "stdin": subprocess.DEVNULL}
-        second = subprocess.run([*command, port], **again)
-        assert second.returncode == 2 and f"port {port} is in use" in second.stderr
-        first.stdin.close()
-        assert first.wait(DEADLINE_S) == 0

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,14 +121,13 @@ class Log:
 
     def _bounded(self, operation: Callable[[], Answer]) -> Answer:
         """Carry out a call in a thread that is left behind when the file system hangs; at most one such thread exists."""
-        answers: list[Answer] = []
-        errors: list[Exception] = []
+        done: Future[Answer] = Future()
 
         def work() -> None:
             try:
-                answers.append(operation())
+                done.set_result(operation())
             except Exception as error:  # the waiting thread raises it
-                errors.append(error.with_traceback(None))
+                done.set_exception(error.with_traceback(None))
 
         with self._lock:
             if self._stuck is not None and self._stuck.is_alive():
@@ -136,13 +136,12 @@ class Log:
             thread.start()
             thread.join(self._timeout_s)
             self._stuck = thread if thread.is_alive() else None
-        if answers:
-            return answers[0]
-        if not errors:
+        if not done.done():
             raise LogAway(f"the file system of {self._directory} has not answered for {self._timeout_s:g} s")
-        if isinstance(errors[0], OSError):
-            raise LogAway(f"the claim log in {self._directory} cannot be used: {errors[0]}")
-        raise errors[0]
+        try:
+            return done.result(0)
+        except OSError as error:
+            raise LogAway(f"the claim log in {self._directory} cannot be used: {error}") from None
 
     def _path(self, number: int) -> Path:
         return self._directory / f"claim-{self.run_id}-{number:06d}.json"

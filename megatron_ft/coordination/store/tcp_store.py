@@ -17,6 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -297,33 +299,28 @@ def _made(host: str, port: int, timeout_s: float, still: Callable[[], bool]) -> 
     no remedy: it would also count the answers of a slow name server. So while it tries, a plain socket asks whether
     there is a store, and an attempt without one is left behind; it ends by itself.
     """
-    made: list[Any] = []
-    failed: list[Exception] = []
-    ended = threading.Event()
+    made: Future[Any] = Future()
 
     def make() -> None:
         try:
             timeout = timedelta(seconds=timeout_s)
-            made.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            made.set_result(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
         except Exception as error:  # the waiting thread raises it
-            failed.append(error.with_traceback(None))
-        ended.set()
+            made.set_exception(error.with_traceback(None))
 
     threading.Thread(target=make, name="megatron_ft-connect-store", daemon=True).start()
     # no limit: torch's attempt has a timeout; it is left before when no process listens there, or the store has moved
-    while not ended.wait(_PROBE_EVERY_S):
+    while not futures.wait([made], _PROBE_EVERY_S).done:
         if not still():
             raise OSError(_MOVED)
         try:
             socket.create_connection((host, port), timeout=_PROBE_EVERY_S).close()
         except ConnectionRefusedError:
-            if not ended.is_set():
+            if not made.done():
                 raise
         except OSError:
             continue  # silent, or out of reach for a moment: the store may still come
-    if failed:
-        raise failed.pop()
-    return made.pop()
+    return made.result(0)
 
 
 def host(bind: str, port: int) -> tuple[Any, int]:
