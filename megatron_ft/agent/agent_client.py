@@ -101,7 +101,6 @@ class AgentClient:
             self._unsaid.append((signal, uuid.uuid4().hex))
 
         def announced() -> bool:
-            # Not the entry itself: when the store has come back empty, the list begins with the earliest signals again.
             watcher.announce(self._store, *self._unsaid[0])
             return True
 
@@ -193,7 +192,7 @@ class AgentClient:
             try:
                 answer = operation()
             except StoreLostMemory:
-                self._remind()
+                self._store.restore(own=self._own, also=self._repeat)
                 answer = operation()
         except StoreError as error:
             if self._away_until is None:
@@ -206,7 +205,7 @@ class AgentClient:
         self._away_until = None
         return answer
 
-    def _remind(self) -> None:
-        """Repeat this agent's announcements after the store came back empty; the groups rebuild it."""
-        self._store.restore(own=self._own)
-        self._unsaid, self._said = [*self._said, *self._unsaid], []
+    def _repeat(self, fresh: ControlStore) -> None:
+        """Announce all again in a store that came back empty; the groups rebuild the rest of it."""
+        for signal, by in self._said:
+            watcher.announce(fresh, signal, by)

@@ -271,17 +271,18 @@ class CoordinationClient:
 
     def restore(self, store: ControlStore) -> None:
         """Give a store that is back and empty what this group knows; called in another thread, on its own client."""
+
+        def repeat(fresh: ControlStore) -> None:
+            for (collection, member), value in list(self._added.items()):
+                fresh.add(collection, member, value)
+            for signal, by in list(self._said):
+                watcher.announce(fresh, signal, by)
+
         view = None
         while view is not self._view:  # the training thread may adopt the next view meanwhile
             view = self._view
             if view is not None:
-                store.restore(view.epoch, view.to_wire(), dict(self._mine))
-        if view is not None:
-            store.raise_floor(key_lifetimes.Floor(view.epoch))  # who knows an older view finds this one
-            for (collection, member), value in list(self._added.items()):
-                store.add(collection, member, value)
-            for signal, by in list(self._said):
-                watcher.announce(store, signal, by)
+                store.restore(view.epoch, view.to_wire(), dict(self._mine), repeat)
 
     def _ask(self, operation: Callable[[], Answer]) -> Answer:
         def asked() -> Answer:

@@ -42,8 +42,7 @@ class Watcher:
             until ``back``. It gets ``StoreConflict`` when there is no remedy, and the watcher ends.
         back: the store answers again, with its memory or with the one that was rebuilt.
         empty: the store answers and has forgotten the run. To rebuild it, call ``restore`` of the store that it gets.
-            Called again if it has raised an error of the store. Without it, the watcher waits until another client of
-            this process has done so.
+            Without it, the watcher waits until another client of this process has done so.
         told: gets every notice itself, before its verdicts.
         failed: gets any other exception, of these functions too, and the watcher ends. By default it ends this rank.
     """
@@ -64,7 +63,7 @@ class Watcher:
         self._stopped = threading.Event()
         self._away = False
         self._index, self._memory = 0, store.memory
-        self._quiet = self._forgotten = False
+        self._quiet = False
         self._places = group_locations.GroupLocations()
         self._thread = VitalThread(self._listen, "megatron_ft-watcher", failed=failed)
 
@@ -135,10 +134,7 @@ class Watcher:
         try:
             self._store.get(NOTICES)
         except StoreLostMemory:
-            self._forgotten = True
-        if self._forgotten:  # until ``empty`` has returned: the store may be lost again while it is rebuilt
             self._empty(self._store)
-            self._forgotten = False
             self._store.get(NOTICES)
         self._away = False
         self._back()

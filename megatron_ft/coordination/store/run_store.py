@@ -326,32 +326,42 @@ class ControlStore:
         if self._memory.id is None:
             raise self._lost(None)
 
-    def restore(self, epoch: int | None = None, view: Any = None, own: Mapping[str, Any] | None = None) -> None:
-        """Rebuild a store that came back empty, as far as this process knows it; any number of survivors may do so.
+    def restore(
+        self,
+        epoch: int | None = None,
+        view: Any = None,
+        own: Mapping[str, Any] | None = None,
+        also: Callable[[ControlStore], None] = lambda store: None,
+    ) -> None:
+        """Rebuild a store that came back empty, as far as this process knows it; any number of survivors may do so. The
+        clients of this process go on with it only when all is written: it may be lost again meanwhile.
 
         Args:
             epoch: of the view this process follows; None for a process that follows none (an agent).
             view: that view, as the store held it.
-            own: keys that only this process writes and that still matter (its report of this epoch, ``done``).
+            own: keys that only this process writes and that still matter.
+            also: writes the rest, members of collections and notices, to the client that it gets.
 
-        While ``view/<epoch>`` stands, the groups that follow it can agree on no older epoch. Raises ``StoreConflict``
-        when another view stands there: a group that had missed this one was faster, and the run would split. Notices
-        are not rebuilt; the sender of a notice that may still matter announces it again.
+        While ``view/<epoch>`` stands, the groups that follow it can agree on no older epoch; who knows an older view finds
+        this one by the floor. Raises ``StoreConflict`` when another view stands there: a group that had missed this one
+        was faster, and the run would split.
         """
         client = open_store(self.address, self.timeout_s, None)
+        fresh = ControlStore(self.address, self.run_id, self.timeout_s, client, secret=self._secret)
         try:
-            memory = self._mark(client)
+            memory = fresh._memory.id = self._mark(client)
             if epoch is not None:
-                name = self._key(f"view/{epoch}")
-                standing = self._put(client, name, self._wrapped(name, view))["value"]
+                standing = fresh.create(f"view/{epoch}", view)
                 mine = json.loads(json.dumps(view))
                 if not isinstance(standing, dict) or any(standing.get(name) != value for name, value in mine.items()):
                     raise StoreConflict(
                         f"the control store {client.name} came back empty and was rebuilt with another view of epoch "
                         f"{epoch} than this group follows; stop this group, or run etcd, which forgets nothing"
                     )
+                fresh.raise_floor(Floor(epoch))
             for key, value in (own or {}).items():
-                client.set(self._key(key), self._wrapped(self._key(key), value))
+                fresh.set(key, value)
+            also(fresh)
         finally:
             client.close()
         self._memory.id = memory
