@@ -121,7 +121,7 @@ class Agent:
         self._options, self._config = options, options.config
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
-        newcomer = self._newcomer = options.newcomer
+        newcomer = options.newcomer
         where = peers.place(options) if newcomer is None else newcomer.place
         self._leads = where.rank == 0
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
@@ -138,17 +138,16 @@ class Agent:
             least_s = max(_STARTING_S, self._config.fault_tolerance.detector.heartbeat_timeout_s)
             # This forks the store's keeper.
             self._hosts = peers.Hosts(where, self._config, least_s, self._run_dir, run_id, own)
-            self._run_id = self._claims.run_id = self._hosts.run_id
+            self._claims.run_id = self._hosts.run_id
             self._claims.begin()
         except BaseException:
             self._release()
             raise
         self._record = AgentRecord(self._run_dir, lambda: self._claims.usurped)
         self._copies = checkpoint_cache.prepare(self._config, self._hosts)
-        self._store = store.ControlStore(self._hosts.store, self._run_id, _STORE_TIMEOUT_S, secret=own)
+        self._store = store.ControlStore(self._hosts.store, self._hosts.run_id, _STORE_TIMEOUT_S, secret=own)
         self._store.when_forged(lambda key: self._record.note("forged", key=key, **self._hosts.who))
-        self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
-        self._client = agent_client.AgentClient(self._store, self._first)
+        self._client = agent_client.AgentClient(self._store, {} if newcomer is None else newcomer.claims)
         self._restarts = self._prepare_returns()
         self._sweeper = key_sweeper.Sweeper(
             self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._restarts.seats.view
@@ -169,7 +168,6 @@ class Agent:
         self._memory = out_of_memory.Watch()
         self._gpus = gpu_faults.Watch()
         self._tracking = Tracking(options.track, self._run_dir)
-        self._speaks = False
         self._closing_due: float | None = None
         self._hopeless_since: float | None = None
         self._succession: store_takeover.StoreTakeover | None = None
@@ -183,12 +181,6 @@ class Agent:
         )
         return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
 
-    def _first_keys(self) -> dict[str, Any]:
-        """Return the keys that are on the control store before any rank is started."""
-        origin = given(self._saved).origin
-        view = first_view(self._config.groups, origin.step if origin else 0)
-        return {"view/0": view.to_wire(), **({origins.KEY: codec.encode(origin)} if origin else {})}
-
     def _release(self) -> None:
         self._claims.release()
         if self._saved is not None:
@@ -200,23 +192,23 @@ class Agent:
         except BaseException:
             self._release()
             raise
-        wakeup = Wakeup(stop_signals())
+        wakeup, speaks = Wakeup(stop_signals()), False
         try:
             for group, position in self._hosts.ranks:
                 self._ranks.start(group, position, 0, self._restarts.seats.view.epoch)
-            if self._newcomer is not None:
-                self._come()
+            if self._options.newcomer is not None:
+                self._come(self._options.newcomer.groups)
             if not self._config.fault_tolerance.rejoin.enabled:
                 self._ranks.starter.end_forks()  # no further rank will be forked
             self._ranks.write()
             self._tracking.start()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
-            self._speaks = self._hosts.speaks and not self._client.away  # before hosts leave with the store
+            speaks = self._hosts.speaks and not self._client.away  # before hosts leave with the store
         finally:
             self._ranks.starter.end_forks()
             self._ranks.end_all()
-            code = self._conclude()
+            code = self._conclude(speaks)
             self._tracking.end()
             if self._succession is not None:
                 self._succession.stop()
@@ -234,12 +226,15 @@ class Agent:
         if self._leads:
             self._write_config()
             self._store.begin()
-            for key, value in self._first.items():
+            origin = given(self._saved).origin
+            first = {"view/0": first_view(self._config.groups, origin.step if origin else 0).to_wire()}
+            for key, value in (first | ({origins.KEY: codec.encode(origin)} if origin else {})).items():
                 self._store.set(key, value)
-        if self._newcomer is None:
+                self._client.knows(key, value)
+        if self._options.newcomer is None:
             self._hosts.meet()
         else:
-            self._hosts.greet(self._newcomer.cards)
+            self._hosts.greet(self._options.newcomer.cards)
         self._store.check_begun()
         self._begin_succession()
         self._client.listen(self._sweeper.on_signal)
@@ -254,7 +249,7 @@ class Agent:
         fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._hosts.place.hosts > 1:
             fields["store"] = self._hosts.store_said
-        self._record.note("start", run_id=self._run_id, **self._hosts.who, **fields)
+        self._record.note("start", run_id=self._hosts.run_id, **self._hosts.who, **fields)
         if self._saved is not None and (origin := self._saved.origin) is not None:
             self._record.note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
 
@@ -284,7 +279,6 @@ class Agent:
             self._client.knows(host_key(rank), card)
         self._succession = store_takeover.StoreTakeover(
             self._hosts,
-            given(self._hosts.locator),
             self._run_dir,
             self._ranks.seats,
             self._ranks.entered,
@@ -552,9 +546,8 @@ class Agent:
 
     # --- hosts that come, and go --------------------------------------------------------------------------------------
 
-    def _come(self) -> None:
+    def _come(self, groups: Sequence[int]) -> None:
         """Announce this host, and that it runs the groups it adds."""
-        groups = given(self._newcomer).groups
         added = [(group, position) for group in groups for position in range(self._config.ranks_per_group)]
         self._hosts.max_ranks = len(added) or self._hosts.max_ranks
         self._take_over(added, join.FIRST - 1)
@@ -614,14 +607,14 @@ class Agent:
     def _ended_elsewhere(self) -> bool:
         return self._record.has_end(self._client.away)
 
-    def _conclude(self) -> int:
-        """Return the exit code, and print the line that explains it."""
+    def _conclude(self, speaks: bool) -> int:
+        """Return the exit code, and print the line that explains it. ``speaks``: also where host 0 is lost (``Hosts``)."""
         self._client.stir()
         # All groups may have left with the store's answer and the store have died since: then the record has the end.
         recorded = self._record.summary()
         if self._ended() or recorded.end:
-            return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or self._speaks)
-        tells = (self._leads or self._speaks and not recorded.over) and not self._hosts.replaced()
+            return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or speaks)
+        tells = (self._leads or speaks and not recorded.over) and not self._hosts.replaced()
         ending = self._restarts.ending(recorded.last_step, self._idles)
         return self._outcome.of_stopped(recorded, self._signalled, ending, tells)
 
@@ -630,6 +623,11 @@ class Agent:
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
         place, directory = self._hosts.place, os.getcwd()
-        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address, "job": place.job, "hosts": place.hosts}
+        where = {
+            "run_id": self._hosts.run_id,
+            STORE_KEY: self._hosts.store_address,
+            "job": place.job,
+            "hosts": place.hosts,
+        }
         how = {"host": self._hosts.name(), "directory": directory, "command": command}
         run_directory.write_config(self._run_dir, {**where, **self._config.to_json(), **how})

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 MEET_TIMEOUT_S = 300.0
 _ASK_TIMEOUT_S = 2.0
 """Timeout of calls after all hosts have met: at the end no host waits longer for a store."""
-_BOOT = "boot"
 _ONLY_JOB = "only"
 _LOOK_S = 0.2
 _NAMED = 8
@@ -179,11 +178,6 @@ def ranks_of(rank: int, hosts: int, groups: int, per_group: int) -> tuple[tuple[
     group, part = divmod(rank, across)
     share = per_group // across
     return tuple((group, position) for position in range(part * share, (part + 1) * share))
-
-
-def boot_store(address: store.Address, job: str, timeout_s: float, secret: Secret) -> ControlStore:
-    """Return a store for the agreements of a launch whose run has no id yet."""
-    return ControlStore(address, f"{_BOOT}-{job}", timeout_s, secret=secret)
 
 
 class Hosts:
@@ -325,7 +319,8 @@ class Hosts:
             ) from None
 
     def _boot_store(self, timeout_s: float) -> ControlStore:
-        return boot_store(self.store, self.place.job, timeout_s, self.secret)
+        """Return a store for the agreements of a launch whose run has no id yet."""
+        return ControlStore(self.store, f"boot-{self.place.job}", timeout_s, secret=self.secret)
 
     def name(self, rank: int | None = None) -> str:
         """Return the name of a host (default: this one) as the record has it, for programs."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_ft.agent import operator_requests
 from megatron_ft.agent.heartbeat import BEAT_S, Said
 from megatron_ft.agent.peers import Hosts
-from megatron_ft.coordination.store import Locator
 from megatron_ft.coordination.store.tcp_store import TcpStore
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Outlook, Seat
@@ -47,7 +46,6 @@ class StoreTakeover:
 
     Args:
         hosts: the run's hosts, after they have met.
-        locator: the locator of this process.
         seats: returns the seats of this host's groups that may still live.
         entered: returns those of ``seats`` whose ranks have entered a view. These are members, although the store may have
             gone before this agent read that view.
@@ -60,7 +58,6 @@ class StoreTakeover:
     def __init__(
         self,
         hosts: Hosts,
-        locator: Locator,
         run_dir: Path,
         seats: Callable[[], frozenset[Seat]],
         entered: Callable[[], frozenset[Seat]],
@@ -69,7 +66,8 @@ class StoreTakeover:
         moved: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        self._hosts, self._locator, self._run_dir = hosts, locator, run_dir
+        self._hosts, self._run_dir = hosts, run_dir
+        locator = self._locator = given(hosts.locator)
         self._seats, self._entered, self._view = seats, entered, view
         self._told, self._moved, self._note = told, moved, note
         self._probe = TcpStore(locator, _PROBE_S)

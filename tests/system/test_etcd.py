@@ -5,6 +5,7 @@ A whole run on them loses two nodes, one after the other, and two groups.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import uuid
@@ -89,9 +90,10 @@ class Players:
         own = self.moves[player]
         while not self._stopped.is_set():
             key, by = f"view/{len(own)}", uuid.uuid4().hex
-            move = patient(lambda key=key, by=by: store.claim(key, player, by), interrupted=self._stopped.is_set)
-            if move is not None:
-                own.append(move)
+            with contextlib.suppress(*AWAY):
+                own.append(
+                    patient(lambda key=key, by=by: store.claim(key, player, by), interrupted=self._stopped.is_set)
+                )
 
     def await_moves(self, more: int = 5) -> None:
         goals = [len(own) + more for own in self.moves]

@@ -23,7 +23,7 @@ CONFIG = resolve({}, groups=2)
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
     """The knowledge of a host that came later: 0 and 1 are the first hosts, with a group each."""
-    monkeypatch.setattr(module, "boot_store", lambda *_: None)  # no host is asked
+    monkeypatch.setattr(Hosts, "_boot_store", lambda *_: None)  # no host is asked
     made = Hosts(Place(hosts=2, rank=4, store="127.0.0.1:1"), CONFIG, 1.0, tmp_path, "run")
     yield made
     made.beats.close()
@@ -102,7 +102,7 @@ def test_a_host_that_waits_says_for_whom_and_where_it_listens(tmp_path, monkeypa
             said.set()
 
     monkeypatch.setattr(wait_notice, "say", say)
-    monkeypatch.setattr(module, "boot_store", lambda *_: Empty(said))
+    monkeypatch.setattr(Hosts, "_boot_store", lambda *_: Empty(said))
     monkeypatch.setattr(module, "MEET_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module.Hosts, "_join", lambda self: ("run", "127.0.0.1:1"))
     config = resolve({"fault_tolerance": {"detector": {"stall_notice_s": 0.01}}}, groups=3)

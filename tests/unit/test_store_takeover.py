@@ -50,12 +50,12 @@ class Agent:
             keeper=self.keeper,
             housing=lambda live: frozenset(live),
             said=lambda rank: f"host {rank}",
+            locator=self.locator,
         )
         self.told, self.moved, note = directory / "told", MagicMock(), MagicMock()
         self.seats, self.view = frozenset({(1, 0)}), first_view(3)
         self.agent = StoreTakeover(
             hosts,
-            self.locator,
             directory,
             lambda: self.seats,
             lambda: self.seated,

@@ -91,7 +91,9 @@ def test_patience_ends_when_it_is_interrupted_or_used_up(served):
         attempts.append(1)
         raise store.StoreGone("away")
 
-    assert store.patient(away, interrupted=lambda: len(attempts) == 2) is None
+    with pytest.raises(store.StoreGone, match="away"):
+        store.patient(away, interrupted=lambda: len(attempts) == 2)
+    assert len(attempts) == 2
     with pytest.raises(store.StoreGone, match="away"):
         store.patient(away, patience_s=0.0)
     assert store.patient(lambda: served.create("k", 1)) == 1

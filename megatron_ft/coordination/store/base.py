@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 from megatron_ft.errors import StoreError
 
@@ -112,33 +112,25 @@ AWAY = (StoreGone, StoreSilent, StoreLostMemory)
 """The errors that pass when the store returns, or when another process has rebuilt it."""
 
 
-@overload
-def patient(operation: Callable[[], Answer], *, patience_s: float = ...) -> Answer: ...
-@overload
-def patient(
-    operation: Callable[[], Answer], *, patience_s: float = ..., interrupted: Callable[[], bool]
-) -> Answer | None: ...
 def patient(
     operation: Callable[[], Answer],
     *,
     patience_s: float = float("inf"),
     interrupted: Callable[[], bool] = lambda: False,
-) -> Answer | None:
-    """Try ``operation`` until the store answers it; return None when ``interrupted`` became true first.
-
-    Raises the last error after ``patience_s``. The operation is tried at least once, and must tolerate repetition.
-    """
+) -> Answer:
+    """Try ``operation`` until the store answers it. Raises the last error after ``patience_s``, or when ``interrupted`` has
+    become true. The operation is tried at least once, and must tolerate repetition."""
     deadline = time.monotonic() + patience_s
     pause, longest = RETRY_PAUSE_S
     while True:
         try:
             return operation()
         except AWAY:
-            if time.monotonic() + pause > deadline:
+            until = time.monotonic() + pause
+            if until > deadline:
                 raise
-        until = time.monotonic() + pause
-        while time.monotonic() < until:
-            if interrupted():
-                return None
-            time.sleep(min(0.01, pause))
+            while time.monotonic() < until:
+                if interrupted():
+                    raise
+                time.sleep(min(0.01, pause))
         pause = min(2 * pause, longest)
