@@ -79,12 +79,6 @@ class TorchEtcdStore(dist.Store):
                 self.delete_key(call)
                 return int(done)
 
-    def append(self, key: str, value: str | bytes) -> None:
-        while True:
-            standing, revision, _ = self._read(key)
-            if self._replace(key, revision, (standing or b"") + _bytes(value)):
-                return
-
     def delete_key(self, key: str) -> bool:
         return int(self._call("/v3/kv/deleterange", {"key": encoded(key)}).get("deleted", 0)) > 0
 
@@ -98,21 +92,7 @@ class TorchEtcdStore(dist.Store):
             found += [decoded(entries[0].get("value", "")) if entries else None for entries in kvs]
         return [self.get(key) if value is None else value for key, value in zip(keys, found, strict=True)]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def num_keys(self) -> int:
-        """Return the number of keys of the whole etcd: their owners are not known here."""
-        everything = {"key": encoded(b"\0"), "range_end": encoded(b"\0"), "count_only": True}
-        return int(self._call("/v3/kv/range", everything).get("count", 0))
-
-    # torch's C++ looks for these two names.
-    deleteKey = delete_key
-    getNumKeys = num_keys
+    deleteKey = delete_key  # torch's C++ looks for this name
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
