@@ -24,9 +24,9 @@ _MOST_IN_TRANSACTION = 100
 class TorchEtcdStore(dist.Store):
     """The part of a store that torch's process groups use; keys have the names in etcd that torch gives them."""
 
-    def __init__(self, gateway: Gateway, timeout_s: float = 300.0) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         super().__init__()
-        self._gateway, self._timeout_s = gateway, timeout_s
+        self._gateway = gateway
         # C++ holds only the C++ half, and a call finds no Python half if that was collected. It is small; keep it.
         _KEPT.append(self)
 
@@ -38,7 +38,7 @@ class TorchEtcdStore(dist.Store):
         return self._read(key)[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         for key in keys:
             while True:
@@ -94,15 +94,8 @@ class TorchEtcdStore(dist.Store):
 
     deleteKey = delete_key  # torch's C++ looks for this name
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._timeout_s)
-
     def clone(self) -> TorchEtcdStore:
-        return TorchEtcdStore(self._gateway, self._timeout_s)
+        return TorchEtcdStore(self._gateway)
 
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
