@@ -8,6 +8,7 @@ without ranks (``agent.join``) waits for ranks that have lost their host (``agen
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -127,10 +128,12 @@ class Agent:
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
         self._claims = run_lock.Claims(options.run_dir, self._config, run_id, where.others)
         self._saved: job_restore.Directory | None = None
-        try:
+        with contextlib.ExitStack() as held:
+            held.callback(self._claims.release)
             if self._leads:
                 self._claims.take()
                 self._saved = job_restore.Directory(self._config, run_id, options.resume, self._claims.former)
+                held.callback(self._saved.release)
             self._run_dir = self._prepare_record()
             own = secret.make(self._run_dir) if self._leads else peers.await_secret(where, self._config, self._run_dir)
             history.write_as(where.rank)  # before any process is started: processes inherit it
@@ -140,9 +143,7 @@ class Agent:
             self._hosts = peers.Hosts(where, self._config, least_s, self._run_dir, run_id, own)
             self._claims.run_id = self._hosts.run_id
             self._claims.begin()
-        except BaseException:
-            self._release()
-            raise
+            self._held = held.pop_all()
         self._record = AgentRecord(self._run_dir, lambda: self._claims.usurped)
         self._copies = checkpoint_cache.prepare(self._config, self._hosts)
         self._store = store.ControlStore(self._hosts.store, self._hosts.run_id, _STORE_TIMEOUT_S, secret=own)
@@ -181,17 +182,12 @@ class Agent:
         )
         return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
 
-    def _release(self) -> None:
-        self._claims.release()
-        if self._saved is not None:
-            self._saved.release()
-
     def run(self) -> int:
-        try:
+        with self._held:
             self._enter()
-        except BaseException:
-            self._release()
-            raise
+            return self._run()
+
+    def _run(self) -> int:
         wakeup, speaks = Wakeup(stop_signals()), False
         try:
             for group, position in self._hosts.ranks:
@@ -217,7 +213,6 @@ class Agent:
             self._hosts.leave(self._store)
             if self._copies is not None:
                 self._copies.close(over=code == 0)
-            self._release()
             wakeup.close()
         return code
 
