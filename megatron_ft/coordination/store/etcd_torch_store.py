@@ -38,7 +38,7 @@ class TorchEtcdStore(dist.Store):
         return self._read(key)[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = (timeout or self.timeout).total_seconds()
+        limit_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]  # not in torch's stub
         deadline = time.monotonic() + limit_s
         for key in keys:
             while True:
