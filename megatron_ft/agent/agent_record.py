@@ -78,11 +78,6 @@ class AgentRecord:
         except OSError:
             return self._watched.known
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the directory of the record does not exist any more."""
-        return not self._run_dir.is_dir()
-
     def has_end(self, away: bool) -> bool:
         """Return whether the record has the end of the run, while the control store is ``away``: a host that is cut off
         from the store cannot hear of it otherwise. Called regularly."""

@@ -1,4 +1,4 @@
-"""The checkpoint that a launch goes on from: host 0's agent holds its directory from before the start to the end.
+"""The checkpoint that a launch goes on from.
 
 A launch with ``checkpoint.directory`` goes on from the newest complete checkpoint there; without one it begins anew.
 The number of shards of a step comes from the checkpoint and not from ``--groups``, so the config is resolved with it,
@@ -24,7 +24,6 @@ from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
 from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.errors import CheckpointError
 from megatron_ft.types import given
-from megatron_ft.utils import directory_lock
 from megatron_ft.utils.console import say
 
 if TYPE_CHECKING:
@@ -104,45 +103,28 @@ def whole_job(settings: FaultToleranceConfig) -> restart_policy.Limits | None:
     return restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
 
 
-class Directory:
-    """The checkpoint directory, held for run ``run_id``. ``origin``: the checkpoint it goes on from, None for a run
-    that begins. ``dead``: id of a run that is known to be over. Raises ``FTError``."""
+def choose(run: RunConfig, mode: str) -> Origin | None:
+    """Return the checkpoint that the run goes on from; None for a run that begins. Its directory is locked for the run
+    (``run_lock.Claims``). Raises ``FTError``."""
+    settings = run.fault_tolerance.checkpoint
+    if not settings.directory:
+        return None
+    from megatron_ft import checkpoint
+    from megatron_ft.checkpoint import restore
+    from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache, nowhere
 
-    def __init__(self, run: RunConfig, run_id: str, mode: str = AUTO, dead: str = "") -> None:
-        settings = run.fault_tolerance.checkpoint
-        self.on, self.origin = bool(settings.directory), None
-        if not self.on:
-            return
-        place = Path(settings.directory)
-        self._lock = directory_lock.lock(place, run_id, dead=dead)
-        try:
-            self.origin = self._choose(run, place, mode)
-        except BaseException:
-            self.release()
-            raise
-
-    def _choose(self, run: RunConfig, place: Path, mode: str) -> Origin | None:
-        from megatron_ft import checkpoint
-        from megatron_ft.checkpoint import restore
-        from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache, nowhere
-
-        if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
-            raise CheckpointError(
-                f"--resume never, but checkpoint.directory {place} holds checkpoints of another run, and the newest by step "
-                f"is what a later start goes on from; name another directory, or move its step-* directories away"
-            )
-        memory_gb = run.fault_tolerance.checkpoint.memory_gb
-        found = checkpoint.newest(place, say, ReplicaCache(place, memory_gb * GB).find if memory_gb else nowhere)
-        if found is None:
-            return None
-        _check(run, found)
-        say(f"the run goes on from {found.path}, before step {found.step}")
-        return restore.Origin.of(found)
-
-    def release(self) -> None:
-        """Give the directory back when the run has ended."""
-        if self.on:
-            self._lock.release()
+    place, memory_gb = Path(settings.directory), settings.memory_gb
+    if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
+        raise CheckpointError(
+            f"--resume never, but checkpoint.directory {place} holds checkpoints of another run, and the newest by step "
+            f"is what a later start goes on from; name another directory, or move its step-* directories away"
+        )
+    found = checkpoint.newest(place, say, ReplicaCache(place, memory_gb * GB).find if memory_gb else nowhere)
+    if found is None:
+        return None
+    _check(run, found)
+    say(f"the run goes on from {found.path}, before step {found.step}")
+    return restore.Origin.of(found)
 
 
 _BY_HAND = (

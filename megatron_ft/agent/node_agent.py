@@ -127,13 +127,12 @@ class Agent:
         self._leads = where.rank == 0
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
         self._claims = run_lock.Claims(options.run_dir, self._config, run_id, where.others)
-        self._saved: job_restore.Directory | None = None
+        self._origin: origins.Origin | None = None
         with contextlib.ExitStack() as held:
             held.callback(self._claims.release)
             if self._leads:
                 self._claims.take()
-                self._saved = job_restore.Directory(self._config, run_id, options.resume, self._claims.former)
-                held.callback(self._saved.release)
+                self._origin = job_restore.choose(self._config, options.resume)
             self._run_dir = self._prepare_record()
             own = secret.make(self._run_dir) if self._leads else peers.await_secret(where, self._config, self._run_dir)
             history.write_as(where.rank)  # before any process is started: processes inherit it
@@ -176,10 +175,9 @@ class Agent:
     def _prepare_record(self) -> Path:
         if not self._leads:
             return self._options.run_dir.resolve()
-        saved = given(self._saved)
-        aside = (
-            run_directory.NOTHING if not saved.on else run_directory.ANY if saved.origin else run_directory.UNFINISHED
-        )
+        aside = run_directory.NOTHING
+        if self._config.fault_tolerance.checkpoint.directory:
+            aside = run_directory.ANY if self._origin else run_directory.UNFINISHED
         return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
 
     def run(self) -> int:
@@ -221,7 +219,7 @@ class Agent:
         if self._leads:
             self._write_config()
             self._store.begin()
-            origin = given(self._saved).origin
+            origin = self._origin
             first = {"view/0": first_view(self._config.groups, origin.step if origin else 0).to_wire()}
             for key, value in (first | ({origins.KEY: codec.encode(origin)} if origin else {})).items():
                 self._store.set(key, value)
@@ -245,7 +243,7 @@ class Agent:
         if self._hosts.place.hosts > 1:
             fields["store"] = self._hosts.store_said
         self._record.note("start", run_id=self._hosts.run_id, **self._hosts.who, **fields)
-        if self._saved is not None and (origin := self._saved.origin) is not None:
+        if (origin := self._origin) is not None:
             self._record.note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
 
     def _fill_directory_again(self) -> None:

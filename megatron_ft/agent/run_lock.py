@@ -1,7 +1,8 @@
-"""The owner of a run directory: the run's foremost agent holds a lock there while the run lives.
+"""The owner of a run directory and of the checkpoints' directory: the run's foremost agent holds a lock in both while the
+run lives.
 
-That is host 0's agent, and when host 0 is lost the agent of the lowest remaining host: it takes over this lock and that of
-the checkpoints' directory. ``utils.directory_lock`` explains how the lock works and how a dead holder is recognised.
+That is host 0's agent, and when host 0 is lost the agent of the lowest remaining host: it takes over both locks.
+``utils.directory_lock`` explains how a lock works and how a dead holder is recognised.
 
 Failures it assumes: an agent is killed or its host lost (the kernel's lock is free at once, the beat stops); the file
 system is away (nothing is taken over meanwhile); an agent was frozen while another run was given the directory
@@ -34,17 +35,20 @@ class Claims:
         self._tried = False
 
     def take(self) -> None:
-        """Take the locks as host 0, before the run begins. Raises ``LaunchError`` while another run lives there."""
+        """Take the locks as host 0, before the run begins. Raises ``FTError`` while another run lives there."""
         if self._run_dir.exists() and not self._run_dir.is_dir():
             raise LaunchError(f"--run-dir {self._run_dir} is a file; give a directory")
         self._tried = True
         options = {"others": self._others, "beats": False}
         self._locks.append(directory_lock.lock(self._run_dir, self.run_id, directory_lock.RUN, **options))
+        if self._saved:  # it beats at once: to read a checkpoint may take long
+            former = self._locks[0].former
+            self._locks.append(directory_lock.lock(Path(self._saved), self.run_id, dead=former))
 
     def begin(self) -> None:
         """Show from now on that the run lives. Called after the agent has forked what it forks: this starts a thread."""
-        for lock in self._locks:
-            lock.begin()
+        if self._locks:
+            self._locks[0].begin()
 
     def check(self, foremost: bool) -> bool:
         """Take over, once, when all hosts before this one are lost. Return whether the run directory, or its lock, was
@@ -80,11 +84,6 @@ class Claims:
             )
             return False
         return True
-
-    @property
-    def former(self) -> str:
-        """The id of the run that had the run directory before, and is over; "" if there was none."""
-        return self._locks[0].former if self._locks else ""
 
     @property
     def usurped(self) -> str:

@@ -60,7 +60,7 @@ class RunOutcome:
         elif (cause := ending.cause) is not None:
             reason += f"; output in {run_directory.log(self._run_dir, cause.group, cause.position)}"
         reason += run_directory.what_is_saved(recorded) if self._saves else ""
-        if self._record.is_gone:
+        if not self._run_dir.is_dir():
             reason += "; the run directory is gone, so that the run may have come further than is known here"
         if tells:
             self._record.note("stop", reason=reason, exit_code=code)

@@ -56,10 +56,12 @@ def test_the_foremost_host_that_is_left_holds_both_directories(tmp_path):
     host_0.take()
     host_0.begin()
     host_1.check(foremost=False)
-    assert json.loads((tmp_path / "run" / directory_lock.RUN.file).read_text())["turn"] == 0 and not saved.exists()
+    files = (tmp_path / "run" / directory_lock.RUN.file, saved / directory_lock.CHECKPOINTS.file)
+    assert [json.loads(path.read_text())["turn"] for path in files] == [0, 0]
     host_1.check(foremost=True)
-    for path in (tmp_path / "run" / directory_lock.RUN.file, saved / directory_lock.CHECKPOINTS.file):
+    for path in files:
         record = json.loads(path.read_text())
+        assert record["turn"] == 1
         while json.loads(path.read_text())["beat"] <= record["beat"] + 1:
             threading.Event().wait(0.01)
     host_1.check(foremost=True)
