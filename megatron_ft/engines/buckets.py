@@ -438,6 +438,11 @@ class Bucketed:
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
         """Do nothing: a subclass that can compute the loss of a microbatch again overrides it."""
 
+    @property
+    def _has_16_bits(self) -> bool:
+        """True if the model has parameters that do not hold a small change."""
+        return any(parameter.dtype.itemsize < 4 for parameter in self._model.parameters())
+
     def must_discard(self, microbatches: int) -> bool:
         return self._rounding is not None and self._rounding.judge(microbatches)
 

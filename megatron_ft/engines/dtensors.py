@@ -76,6 +76,11 @@ class DTensorBucketed(JointBucketed):
                 for piece, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
                     self._whole[piece].grad = view
 
+    def _on_moved(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what it has gathered of them is old
+
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         return [_local_gradient(self._whole[part]) for part in bucket.parameters]
 

@@ -71,15 +71,10 @@ class FsdpEngine(DTensorBucketed, OneByOne):
             cast(FSDPModule, self.model).set_requires_gradient_sync(not same)
 
     @property
-    def _movable(self) -> bool:
+    def checks_by_flushes(self) -> bool:
         # Several microbatches are summed over the shards together; a compiled model would be compiled once more.
         compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in self.model.modules())
-        return self._at_a_time == 1 and not compiled and not hasattr(self.model, "_orig_mod")
-
-    def _on_moved(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        return self._at_a_time > 1 or compiled or hasattr(self.model, "_orig_mod")
 
     def _lose(self, batch: Any) -> Any:
         return self.loss_fn(self.model, batch)

@@ -1,10 +1,9 @@
 """Compare the gradient of one microbatch with the slope of its loss (``core.detection.gradient_factor``).
 
-The parameters move a little along the gradient that is in the buckets, and the microbatch's loss is computed again,
-without a backward pass. They get their bits back: meanwhile the buckets that will hold the sums keep them, so it takes
-no memory.
+The parameters move a little along the gradient that is in the buckets, and the microbatch's loss is computed again. They
+get their bits back: meanwhile the buckets that will hold the sums keep them, so it takes no memory.
 
-Failures it assumes: those of the forward passes.
+Failures it assumes: those of the passes.
 """
 
 from __future__ import annotations
@@ -27,18 +26,26 @@ class GradientCheck:
     Args:
         buckets: their local gradients are those of one microbatch; their parameters are the model's.
         counted: those that this rank counts in norms.
-        forward: computes this rank's part of the microbatch's loss again, with the present parameters.
+        lose: computes this rank's part of the microbatch's loss again, with the present parameters.
         total: numbers of this rank -> their sums over the group.
+        coarse: True if the model has parameters of 16 bits.
+        moved: called after each change of the parameters.
+        renew: computes the local gradients again, if ``lose`` overwrites them.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         counted: Collection[nn.Parameter],
-        forward: Callable[[], float],
+        lose: Callable[[], float],
         total: Callable[[Sequence[float]], Sequence[float]],
+        coarse: bool,
+        moved: Callable[[], None] = lambda: None,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
-        self._buckets, self._counted, self._forward, self._total = buckets, counted, forward, total
+        self._buckets, self._counted, self._lose, self._total = buckets, counted, lose, total
+        self._moves = gradient_factor.COARSE_MOVES if coarse else gradient_factor.MOVES
+        self._moved, self._renew = moved, renew
 
     def check(self, loss: float, scale: float, sizes: Mapping[str, int]) -> float | None:
         """Return the factor, None if it cannot be told. Raises ``EngineError`` for one that has a cause.
@@ -53,7 +60,10 @@ class GradientCheck:
         if found is None or not cause:
             return found
         # It is one number for all parameters, or it is an accident.
-        halves = [self._factor(loss, scale, half) for half in (_EVEN, _ODD)]
+        halves = []
+        for half in (_EVEN, _ODD):
+            self._renew()
+            halves.append(self._factor(loss, scale, half))
         if any(half is None or gradient_factor.cause(half, sizes) != cause for half in halves):
             return found
         raise EngineError(
@@ -74,30 +84,34 @@ class GradientCheck:
         square /= scale * scale
         if not square or not before:
             return None
-        coarse = any(parameter.dtype.itemsize < 4 for parameter, _, _ in moved)
-        for part in gradient_factor.COARSE_MOVES if coarse else gradient_factor.MOVES:
+        for number, part in enumerate(self._moves):
+            if number:
+                self._renew()
             change = part * abs(before)
-            ahead, back = self._losses(moved, change / square / scale)
-            found = gradient_factor.factor(before, ahead, back, change)
+            distance = change / square / scale
+            ahead = self._loss_after(moved, distance)
+            if gradient_factor.is_one(before, ahead, change):
+                return change / (ahead - before)
+            self._renew()
+            found = gradient_factor.factor(before, ahead, self._loss_after(moved, -distance), change)
             if found is not None:
                 return found
         return None
 
-    @torch.no_grad()
-    def _losses(
+    def _loss_after(
         self, moved: Sequence[tuple[nn.Parameter, torch.Tensor, torch.Tensor]], distance: float
-    ) -> tuple[float, float]:
-        """Return the losses after a move along the gradient, and against it."""
-        losses = []
-        for parameter, _, kept in moved:
-            kept.copy_(parameter)
+    ) -> float:
+        """Return the loss after a move along the gradient."""
+        with torch.no_grad():
+            for parameter, view, kept in moved:
+                kept.copy_(parameter)
+                parameter.copy_(kept.add(view, alpha=distance))
+        self._moved()
         try:
-            for way in (distance, -distance):
-                for parameter, view, kept in moved:
-                    parameter.copy_(kept.add(view, alpha=way))
-                losses.append(self._forward())
+            (loss,) = self._total((self._lose(),))
         finally:
-            for parameter, _, kept in moved:
-                parameter.copy_(kept)
-        ahead, back = (self._total((loss,))[0] for loss in losses)
-        return ahead, back
+            with torch.no_grad():
+                for parameter, _, kept in moved:
+                    parameter.copy_(kept)
+            self._moved()
+        return loss

@@ -101,6 +101,47 @@ class JointBucketed(Bucketed):
         if self._shard_group is not None and len(changes):
             dist.all_reduce(changes, group=self._shard_group)
 
+    @property
+    def checks_by_flushes(self) -> bool:
+        return True
+
+    def check_by_flushes(self, flush: Callable[[], None], sizes: Mapping[str, int]) -> bool:
+        def lose() -> float:
+            self.begin_step()
+            flush()
+            return self._own_loss
+
+        def renew() -> None:
+            lose()
+            for bucket in self._buckets:
+                bucket.keep_local()
+            self._sum_inside()
+
+        renew()
+        if not float(self._buckets[0].own.count):
+            return False
+        self._gradient_check(lose, renew).check(self._own_loss, self._loss_scale(), sizes)
+        return True
+
+    def _gradient_check(self, lose: Callable[[], float], renew: Callable[[], None] = lambda: None) -> GradientCheck:
+        device = self._buckets[0].local.device
+
+        def total(numbers: Sequence[float]) -> list[float]:
+            told = torch.tensor(numbers, dtype=torch.float64, device=device)
+            dist.all_reduce(told)
+            return told.tolist()
+
+        how = self._has_16_bits, self._on_moved, renew
+        return GradientCheck(list(self._buckets), self._counted, lose, total, *how)
+
+    @property
+    def _own_loss(self) -> float:
+        """This rank's part of the loss: the slices of a stage compute the same one."""
+        return float(self._buckets[0].own.loss) if self.layout.slice == 0 else 0.0
+
+    def _on_moved(self) -> None:
+        """Make the model use the parameters of the buckets, which have changed."""
+
     def _counts(self, parameter: nn.Parameter) -> bool:
         return parameter in self._counted
 
@@ -158,36 +199,20 @@ class OneByOne(JointBucketed):
 
     def _compute_loss(self, batch: Any, seed: int) -> float:
         """Return this rank's part of the loss of a microbatch, with the present parameters."""
-        self._on_moved()
         generators.seed(seed)
         with torch.no_grad():
             loss, _ = self._split_loss(self._lose(batch))
         self._buffers.restore()
-        self._on_moved()
         value = float(loss) if self._per_token else float(loss) / self.layout.shards
         return value if self.layout.slice == 0 else 0.0
 
-    def _on_moved(self) -> None:
-        """Forget what the model has gathered of its parameters, which have moved, or are about to."""
-
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
-        bucket = self._buckets[0]
-        if not self._movable or float(bucket.own.count) != 1:
-            return
-
-        def total(numbers: Sequence[float]) -> list[float]:
-            told = torch.tensor(numbers, dtype=torch.float64, device=bucket.local.device)
-            dist.all_reduce(told)
-            return told.tolist()
-
-        loss = float(bucket.own.loss) if self.layout.slice == 0 else 0.0
-        check = GradientCheck(list(self._buckets), self._counted, self._again, total)
-        check.check(loss, self._loss_scale(), sizes)
+        if float(self._buckets[0].own.count) == 1:
+            self._gradient_check(self._again).check(self._own_loss, self._loss_scale(), sizes)
 
     @property
-    def _movable(self) -> bool:
-        """True if the parameters of the buckets are the model's, and a forward pass without a backward pass costs no
-        more than that."""
+    def checks_by_flushes(self) -> bool:
+        """False: a forward pass without a backward pass costs no more than that."""
         return False
 
     @abstractmethod

@@ -210,7 +210,7 @@ class Engine(Gradients, Protocol):
 
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
         """In the first step of a process, after the first microbatch was collected: compare its gradient with the slope
-        of its loss, if the engine can. All ranks that compute together call it.
+        of its loss. All ranks that compute together call it, unless they do :meth:`JointEngine.check_by_flushes`.
 
         Args:
             sizes: numbers by which a library might divide or multiply: name -> number.
@@ -325,6 +325,20 @@ class JointEngine(Engine, Protocol):
     @property
     def peers(self) -> Sequence[int]:
         """The positions with which this rank needs a channel (:class:`Control`); the relation is symmetric."""
+
+    @property
+    def checks_by_flushes(self) -> bool:
+        """True if :meth:`check_by_flushes` takes the place of :meth:`Engine.check_gradient`; the same at all ranks."""
+
+    def check_by_flushes(self, flush: Callable[[], None], sizes: Mapping[str, int]) -> bool:
+        """Before the first flush of a process: compare the gradient of a microbatch with the slope of its loss, both of
+        passes of its own. All ranks of the group call it. Return False if there was no microbatch. The caller begins the
+        step again.
+
+        Args:
+            flush: makes a flush of the group's first microbatch alone, if it has one; the same one in each call.
+            sizes, errors: see :meth:`Engine.check_gradient`.
+        """
 
     def flush(self, control: Control, work: Work) -> None:
         """Run forward and backward of every listed microbatch until none is left, and add each where its ``part`` says.

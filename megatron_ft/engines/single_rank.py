@@ -54,15 +54,14 @@ class SingleRank(Bucketed):
     def _compute_loss(self, batch: Any, seed: int) -> float:
         generators.seed(seed)
         # With a graph, as in the step: compiled models have one for it, and some losses are made of derivatives.
-        with torch.enable_grad():
-            loss, _ = self._split_loss(self._lose(batch))
+        loss, _ = self._split_loss(self._lose(batch))
         self._buffers.restore()
         return float(loss.detach())
 
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
         bucket = self._buckets[0]
         if float(bucket.own.count) == 1:
-            check = GradientCheck(list(self._buckets), set(self._parameters), self._again, list)
+            check = GradientCheck(list(self._buckets), set(self._parameters), self._again, list, self._has_16_bits)
             check.check(float(bucket.own.loss), self._loss_scale(), sizes)
 
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -21,6 +22,43 @@ from megatron_ft.utils.log import first_line
 
 if TYPE_CHECKING:
     from megatron_ft.worker.rank_executor import RankExecutor
+
+
+class FirstMicrobatch:
+    """The ``Work`` of flushes of the group's first microbatch alone, for ``JointEngine.check_by_flushes``."""
+
+    def __init__(self, rank: RankExecutor, seed: int, listed: Callable[[], Sequence[Listed]]) -> None:
+        self._rank, self._seed, self._listed = rank, seed, listed
+        self._batches: dict[Microbatch, Any] = {}
+
+    @cached_property
+    def _first(self) -> Sequence[Listed]:
+        return [Listed(one.microbatch, False) for one in self._listed()[:1]]
+
+    def listed(self) -> Sequence[Listed]:
+        return self._first
+
+    def closes(self, listed: Sequence[Listed]) -> bool:
+        return False
+
+    def ready(self) -> Ready | None:
+        return None
+
+    def batch(self, microbatch: Microbatch) -> Any:
+        if microbatch not in self._batches:
+            self._batches[microbatch] = self._rank.load(microbatch)
+        return self._batches[microbatch]
+
+    def seed(self, microbatch: Microbatch) -> int:
+        return microbatch_seed(self._seed, microbatch)
+
+    @contextmanager
+    def span(self, kind: str, listed: Listed) -> Iterator[None]:
+        with _pulsing(self._rank, listed.microbatch):
+            yield
+
+    def computed(self, listed: Listed) -> None:
+        self._rank.engine.collect()
 
 
 class JointWork:
@@ -56,11 +94,8 @@ class JointWork:
         rank.points.reach(kind, microbatch.step)
         if kind == "forward":
             rank.points.corrupt_activation(microbatch.step, cast(Corruptible, rank.engine))
-        rank.progress.enter("working")
-        with rank.timeline.span(f"patch_{kind}" if patch else kind), rank.blame(microbatch):
+        with rank.timeline.span(f"patch_{kind}" if patch else kind), _pulsing(rank, microbatch):
             yield
-        rank.progress.advance()
-        rank.progress.enter("waiting")  # for the stages before and after this one
 
     def computed(self, listed: Listed) -> None:
         microbatch = listed.microbatch
@@ -68,6 +103,16 @@ class JointWork:
             self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
         self._rank.collect(microbatch, listed.digest)
         self._finished(listed, self._prefetched.pop(microbatch, False))
+
+
+@contextmanager
+def _pulsing(rank: RankExecutor, microbatch: Microbatch) -> Iterator[None]:
+    """Surround one pass of a microbatch."""
+    rank.progress.enter("working")
+    with rank.blame(microbatch):
+        yield
+    rank.progress.advance()
+    rank.progress.enter("waiting")  # for the stages before and after this one
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.epoch_link import EpochLink
 from megatron_ft.worker.evaluation import Evaluation, Sums
-from megatron_ft.worker.joint_compute import JointWork, broken_inside, lost_inside
+from megatron_ft.worker.joint_compute import FirstMicrobatch, JointWork, broken_inside, lost_inside
 from megatron_ft.worker.nonfinite import NonFinite
 from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.progress_counters import ProgressCounters
@@ -172,7 +172,7 @@ class RankExecutor:
         self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
         self.guard = StateGuard(self._env, self._slots, self.states, self.nonfinite, self.agreement, self.history)
         self._guarded = True
-        load = self._load if getattr(engine, "needs_samples", True) else None
+        load = self.load if getattr(engine, "needs_samples", True) else None
         self.batches = BatchCheck(self._env, self._slots, self.agreement, load, self.guard.halt)
         if self.joint:
             if settings.nonfinite == "recompute":
@@ -259,6 +259,7 @@ class RankExecutor:
         followed."""
         self.engine.hyperparameters.write(self.following.hyperparameters)
         self.following.end()
+        self._unchecked = False  # its donors have checked theirs, and would wait
         self._prefetcher.drop()  # the state may have brought another size of the batch
         self._clear()
 
@@ -299,8 +300,21 @@ class RankExecutor:
         """Compute the listed microbatches jointly with the group's other ranks; ``finished`` is called with each
         computed one, and with True if its samples were in memory; ``closes`` returns whether microbatches are the last of
         the step. The functions are used at position 0 only."""
+        if self._unchecked and self._checks_by_flushes:
+            self._check_by_flushes(listed)
         work = JointWork(self, self._settings.seed, listed, finished, closes)
         self._inside(lambda: self._joint_engine.flush(given(self._lines), work))
+
+    @property
+    def _checks_by_flushes(self) -> bool:
+        return self.joint and self._joint_engine.checks_by_flushes
+
+    def _check_by_flushes(self, listed: Callable[[], Sequence[Listed]]) -> None:
+        """Compare the gradient of the first microbatch with the slope of its loss."""
+        engine, work = self._joint_engine, FirstMicrobatch(self, self._settings.seed, listed)
+        flush = partial(engine.flush, given(self._lines), work)
+        self._unchecked = not self._inside(lambda: engine.check_by_flushes(flush, self._sizes()))
+        self._clear()
 
     def want(self, microbatches: Sequence[Microbatch]) -> None:
         """Load the samples of these microbatches ahead, before all others: the group has taken them over."""
@@ -316,8 +330,8 @@ class RankExecutor:
         self.batches.loaded(microbatch, found[0], self.link.view)
         return found
 
-    def _load(self, microbatch: Microbatch) -> Any:
-        """Return the samples of a microbatch that is not computed, for a comparison."""
+    def load(self, microbatch: Microbatch) -> Any:
+        """Return the samples of a microbatch that is not computed for the step, for a comparison."""
         with self.blame(microbatch):
             return self._prefetcher.get(microbatch)[0]
 
@@ -364,7 +378,7 @@ class RankExecutor:
         found = self.engine.collect(digest)
         if digest:
             self._digests[microbatch] = found
-        if self._unchecked:
+        if self._unchecked and not self._checks_by_flushes:
             self._unchecked = False
             if self.await_commit is None:  # a loop of the script's own would see the microbatch again
                 self.engine.check_gradient(self._sizes())

@@ -20,8 +20,7 @@ from tests.conformance import model as toy
 class Kit(ABC):
     """One engine in one layout. ``exact``: it declares that equal microbatches give equal bits in every group. ``joint``:
     its ranks compute every microbatch together. ``overlaps``: it tells when a bucket is complete.
-    ``tells``: it compares the gradient of a microbatch with the slope of its loss. ``tolerance``: a factor of the
-    differences from fp32 that are allowed."""
+    ``tolerance``: a factor of the differences from fp32 that are allowed."""
 
     stages: int = 1
     shards: int = 1
@@ -29,7 +28,6 @@ class Kit(ABC):
     exact: bool = True
     joint: bool = True
     overlaps: bool = True
-    tells: bool = False
     tolerance: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -282,26 +280,26 @@ def full(tensor: Any) -> torch.Tensor:
 HALF = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
 
 KITS: dict[str, Kit] = {
-    "torch-native": Native(tells=True, joint=False),
-    "fsdp 2": Fsdp(tells=True, shards=2),
-    "tp 2": Fsdp(tells=True, slices=2),
-    "tp 2 x fsdp 2": Fsdp(tells=True, slices=2, shards=2),
+    "torch-native": Native(joint=False),
+    "fsdp 2": Fsdp(shards=2),
+    "tp 2": Fsdp(slices=2),
+    "tp 2 x fsdp 2": Fsdp(slices=2, shards=2),
     "pp 2": Pipeline(stages=2, options={"schedule": "Schedule1F1B"}),
     "pp 2 interleaved": Pipeline(stages=2, options={"schedule": "ScheduleInterleaved1F1B", "chunks": 2}),
     "pp 2 zero bubble": Pipeline(stages=2, options={"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2}),
     "pp 2 x tp 2": Pipeline(stages=2, slices=2, options={"schedule": "Schedule1F1B"}),
     "pp 2 x fsdp 2": Pipeline(stages=2, shards=2, options={"schedule": "Schedule1F1B"}),
-    "deepspeed zero 1": DeepSpeed(joint=False, tells=True, options={"stage": 1}),
+    "deepspeed zero 1": DeepSpeed(joint=False, options={"stage": 1}),
     "deepspeed zero 2": DeepSpeed(shards=2, options={"stage": 2}),
     "deepspeed zero 3": DeepSpeed(shards=2, options={"stage": 3}),
     "deepspeed zero 2, fp16": DeepSpeed(shards=2, tolerance=300, options={"stage": 2, "fp16": HALF}),
     "deepspeed zero 1, fp16": DeepSpeed(
-        joint=False, tells=True, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}
+        joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}
     ),
-    "torch-native, checkpointed": Native(tells=True, joint=False, options={"checkpointed": True}),
-    "fsdp 2, checkpointed": Fsdp(tells=True, shards=2, options={"checkpointed": True}),
+    "torch-native, checkpointed": Native(joint=False, options={"checkpointed": True}),
+    "fsdp 2, checkpointed": Fsdp(shards=2, options={"checkpointed": True}),
     "fsdp 2, reduced with the last": Fsdp(shards=2, options={"reduce": "last"}),
-    "fsdp 2, parts of sequences": Fsdp(tells=True, shards=2, options={"divide": "sequence"}),
+    "fsdp 2, parts of sequences": Fsdp(shards=2, options={"divide": "sequence"}),
     "fsdp 2, compiled": Fsdp(shards=2, options={"compiled": True}),
     "pp 2, checkpointed": Pipeline(stages=2, options={"schedule": "Schedule1F1B", "checkpointed": True}),
     "deepspeed zero 3, checkpointed": DeepSpeed(shards=2, options={"stage": 3, "checkpointed": True}),

@@ -2,8 +2,9 @@
 
 Intuition. A move by ``distance * g`` along a gradient g changes the loss by ``distance * |g|^2``, if g is the gradient
 of that loss. If it is ``factor`` times the gradient, the change is ``factor`` times smaller. So forward passes alone
-tell the factor, whatever library has made the gradient. Two moves, ahead and back, tell whether the loss is smooth
-enough to say anything: noise, a discontinuity or a strong curvature changes them unequally.
+tell the factor, whatever library has made the gradient. One move tells that it is about 1. For any other factor, two moves,
+ahead and back, tell whether the loss is smooth enough to say anything: noise, a discontinuity or a strong curvature changes
+them unequally.
 
 A factor that is no accident is the size of something that a library divides by, or a loss scale. Any other one may be meant:
 straight-through estimators and hooks make gradients that are not those of the loss.
@@ -26,6 +27,11 @@ _FALSE = 1.5
 """A factor below, and above its reciprocal, is taken for 1."""
 _SCALE_BITS = 8
 """A power of two from 2 to this one on is taken for a loss scale."""
+
+
+def is_one(before: float, ahead: float, change: float) -> bool:
+    """Return True if one move ahead tells that the gradient is that of the loss. Arguments: see :func:`factor`."""
+    return change / _FALSE < ahead - before < change * _FALSE
 
 
 def factor(before: float, ahead: float, back: float, change: float) -> float | None:

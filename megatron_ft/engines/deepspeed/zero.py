@@ -172,9 +172,15 @@ class Partitioned(InPlace):
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self.whole():
             super().load_state(state)
-        if not self.divides_parameters:
-            return
+        if self.divides_parameters:
+            self.show()
+
+    def show(self) -> None:
+        """Give the model the values of the fp32 weights."""
         optimizer = self.optimizer
+        if not self.divides_parameters:
+            optimizer.update_lp_params()
+            return
         for group in range(len(self.masters())):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if optimizer.persistent_parameters:  # those that stay whole at every rank
@@ -201,6 +207,9 @@ class DeepSpeedZero(Adapter, OneByOne):
         if not self.takes_gradients:
             optimizer.take_over_partitions()
         self.loss_fn = loss_fn
+
+    def _on_moved(self) -> None:
+        self._optimizer.show()
 
     def _lose(self, batch: Any) -> Any:
         return self.loss_fn(self.engine, batch)
