@@ -111,17 +111,18 @@ def main() -> None:
         **arguments.given(args, arguments.OPTIMIZER),
     )
     optimizer = get_megatron_optimizer(how, chunks, use_gloo_process_groups=False)
+    batch = sizes.samples_per_microbatch * sizes.microbatches  # Megatron's scheduler counts samples
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=how.lr,
         min_lr=how.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters,
-        lr_decay_steps=args.lr_decay_iters,
+        lr_warmup_steps=args.lr_warmup_iters * batch,
+        lr_decay_steps=args.lr_decay_iters * batch,
         lr_decay_style=args.lr_decay_style,
         start_wd=how.weight_decay,
         end_wd=how.weight_decay,
-        wd_incr_steps=args.lr_decay_iters,
+        wd_incr_steps=args.lr_decay_iters * batch,
         wd_incr_style="constant",
     )
 

@@ -477,7 +477,8 @@ class Session:
             optimizer: of Megatron's ``get_megatron_optimizer``; its ``clip_grad`` is the config's ``gradient_clipping``.
             forward_step: Megatron's: (iterator over batches, model) -> (output, loss function). A batch holds this rank's
                 share of the samples of a microbatch.
-            scheduler: Megatron's ``OptimizerParamScheduler``, or one of torch's; stepped once per committed step.
+            scheduler: Megatron's ``OptimizerParamScheduler``, or one of torch's; stepped once per committed step. Megatron's
+                counts samples, as in Megatron-LM: its ``lr_decay_steps`` is a number of samples.
             seq_length: length of the sequences, in tokens.
 
         Raises:

@@ -139,7 +139,7 @@ class Pipeline(Kit):
 
 class Megatron(Kit):
     """megatron-core's parallelism around the same model. ``options``: ``chunks``, the number of stages of each rank;
-    ``distributed``: its distributed optimizer; ``bf16``."""
+    ``distributed``: its distributed optimizer, and losses, learning rates and checks of losses as Megatron-LM has them."""
 
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
         from examples.pretrain_gpt_megatron import on_cpu
@@ -147,7 +147,9 @@ class Megatron(Kit):
         on_cpu.install()
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core import rerun_state_machine
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer import TransformerConfig
 
         from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
@@ -195,9 +197,14 @@ class Megatron(Kit):
         for group in optimizer.param_groups:  # as torch.optim.AdamW in the reference: all weights decay
             group["weight_decay"] = group["wd_mult"] = 0.1
         sizes = {"seq_length": toy.LENGTH, "samples": toy.SAMPLES // self.shards}
-        return MegatronEngine(
-            models, optimizer, megatron_model.forward_step(per_token), layout=layout, **sizes, **settings
-        )
+        step = megatron_model.forward_step(per_token, three=ddp.use_distributed_optimizer)
+        if ddp.use_distributed_optimizer:
+            rates = {"init_lr": 0.01, "max_lr": 0.01, "min_lr": 0.01, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
+            weights = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
+            sizes["scheduler"] = OptimizerParamScheduler(optimizer, lr_decay_steps=100, wd_incr_steps=100, **rates, **weights)
+            rerun_state_machine.destroy_rerun_state_machine()
+            rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+        return MegatronEngine(models, optimizer, step, layout=layout, **sizes, **settings)
 
     def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
         from tests.conformance import megatron_model

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
@@ -63,15 +64,20 @@ class Stage(MegatronModule):
         return x if self.post_process else x.transpose(0, 1).contiguous()
 
 
-def forward_step(per_token: bool) -> Callable[[Any, Any], Any]:
+def forward_step(per_token: bool, three: bool) -> Callable[[Any, Any], Any]:
+    """Return Megatron's function of the same name. ``three``: it returns what Megatron-LM's ``loss_func`` returns."""
+
     def step(batches: Any, model: Any) -> Any:
         tokens, labels = next(batches)
 
         def loss(output: torch.Tensor) -> Any:
-            if per_token:
-                total, count = toy.of_tokens(output, labels)
-                return total, torch.tensor(count, dtype=torch.int), {}
-            return toy.of_outputs(output, labels), {}
+            if not per_token and not three:
+                return toy.of_outputs(output, labels), {}
+            count = labels.numel()
+            total, count = toy.of_tokens(output, labels) if per_token else (toy.of_outputs(output, labels) * count, count)
+            machine = get_rerun_state_machine()
+            machine.validate_result(total, torch.isnan, "found NaN in the loss", fatal=True)
+            return total, torch.tensor(count, dtype=torch.int), {}
 
         return model(tokens), loss
 

@@ -13,6 +13,7 @@ Failures it assumes: any rank of the group may vanish; Megatron's collectives th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -24,16 +25,17 @@ from torch import nn
 
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucket
+from megatron_ft.engines.hyperparameters import Values
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.megatron import megatron_names
-from megatron_ft.engines.port import DIGEST, MEGATRON, Control, Listed, Work
+from megatron_ft.engines.port import DIGEST, MEGATRON, Control, Listed, StepResult, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
 
 megatron_names.check()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state, rerun_state_machine, tensor_parallel  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
@@ -46,9 +48,12 @@ from megatron_ft.engines.megatron import supported_settings, whole_model  # noqa
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None where Transformer Engine is missing, too
     moe_utils.te_general_gemm = None
 
+_log = logging.getLogger(__name__)
+
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[[Any], Any]]]
 """Megatron's ``forward_step``: (iterator over batches, model) -> (output, loss function of the output). The loss function
-returns (mean loss of the microbatch, report), or with ``calculate_per_token_loss`` (sum, number of tokens, report)."""
+returns (mean loss of the microbatch, report), or (sum, number of tokens, report), which ``calculate_per_token_loss`` needs:
+without it, too, the loss of such a microbatch is its mean."""
 
 
 class MegatronEngine(Staged):
@@ -58,7 +63,7 @@ class MegatronEngine(Staged):
         chunks: this rank's model chunks, each in Megatron's ``DistributedDataParallel``.
         optimizer: of ``get_megatron_optimizer``.
         forward_step: see :data:`ForwardStep`.
-        scheduler: Megatron's ``OptimizerParamScheduler``, or any torch scheduler.
+        scheduler: Megatron's ``OptimizerParamScheduler``, which counts samples, or any torch scheduler, which counts steps.
         seq_length: length of the sequences that stages exchange.
         samples: samples of a microbatch at each data-parallel rank.
         layout: the place of this rank.
@@ -84,6 +89,7 @@ class MegatronEngine(Staged):
         self._megatron, self._scheduler = optimizer, scheduler
         self._config = supported_settings.checked(self._chunks, optimizer, layout, settings)
         self._step, self._seq_length, self._samples = forward_step, seq_length, samples
+        _stop_reruns()
         self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
         self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
         self._inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one.optimizer]
@@ -205,9 +211,11 @@ class MegatronEngine(Staged):
 
         def counted(*arguments: Any, **options: Any) -> Any:
             found = loss_function(*arguments, **options)
-            self._count_step_loss(
-                (found[0].detach().clone(), found[1]) if self._per_token else found[0].detach().clone()
-            )
+            loss = found[0].detach().clone()
+            if self._per_token:
+                self._count_step_loss((loss, found[1]))
+            else:  # of three values the first is a sum, which Megatron divides by the tokens, too
+                self._count_step_loss(loss / found[1].clamp(min=1) if len(found) == 3 else loss)
             return found
 
         return output, counted
@@ -284,6 +292,10 @@ class MegatronEngine(Staged):
             # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             work.wait()
 
+    def repeat(self, result: StepResult, values: Values | None = None) -> None:
+        self._step_samples = result.microbatches * self._samples * self.layout.shards
+        super().repeat(result, values)
+
     def _optimize(self) -> None:
         for bucket in self._buckets:
             self._point(bucket, bucket.fp32_sum())
@@ -294,8 +306,10 @@ class MegatronEngine(Staged):
             raise EngineError("Megatron's optimizer skips a step whose gradient is finite; leave loss scaling out")
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()  # a gradient that is left would be added to the next one
-        if self._scheduler is not None:
-            self._scheduler.step(*(() if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler) else (1,)))
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
+            self._scheduler.step()
+        elif self._scheduler is not None:
+            self._scheduler.step(increment=self._step_samples)
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self._inner[0]
@@ -341,6 +355,18 @@ class MegatronEngine(Staged):
         for number, inner in enumerate(others, 1):
             for name, tensor in named_state(nn.Module(), inner, {}):
                 yield f"{name}, optimizer {number}", tensor
+
+
+def _stop_reruns() -> None:
+    """Turn Megatron's own search for wrong results off, which computes steps again."""
+    machine = rerun_state_machine.get_rerun_state_machine()
+    if machine.get_mode() != rerun_state_machine.RerunMode.DISABLED:
+        machine.set_mode(rerun_state_machine.RerunMode.DISABLED)
+        if not dist.get_rank():
+            _log.warning(
+                "Megatron's --rerun-mode is disabled: a step is computed by all groups, not by one; fault_tolerance.verify "
+                "finds results that are wrong"
+            )
 
 
 def _counts_here(parameter: nn.Parameter) -> bool:
