@@ -98,9 +98,7 @@ class GradientCheck:
                 return found
         return None
 
-    def _loss_after(
-        self, moved: Sequence[tuple[nn.Parameter, torch.Tensor, torch.Tensor]], distance: float
-    ) -> float:
+    def _loss_after(self, moved: Sequence[tuple[nn.Parameter, torch.Tensor, torch.Tensor]], distance: float) -> float:
         """Return the loss after a move along the gradient."""
         with torch.no_grad():
             for parameter, view, kept in moved:

@@ -145,9 +145,8 @@ class Megatron(Kit):
         from examples.pretrain_gpt_megatron import on_cpu
 
         on_cpu.install()
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, rerun_state_machine
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core import rerun_state_machine
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer import TransformerConfig
@@ -195,13 +194,21 @@ class Megatron(Kit):
         )
         optimizer = get_megatron_optimizer(how, models, use_gloo_process_groups=False)
         for group in optimizer.param_groups:  # as torch.optim.AdamW in the reference: all weights decay
-            group["weight_decay"] = group["wd_mult"] = 0.1
+            group["weight_decay"], group["wd_mult"] = 0.1, 1.0
         sizes = {"seq_length": toy.LENGTH, "samples": toy.SAMPLES // self.shards}
         step = megatron_model.forward_step(per_token, three=ddp.use_distributed_optimizer)
         if ddp.use_distributed_optimizer:
-            rates = {"init_lr": 0.01, "max_lr": 0.01, "min_lr": 0.01, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
+            rates = {
+                "init_lr": 0.01,
+                "max_lr": 0.01,
+                "min_lr": 0.01,
+                "lr_warmup_steps": 0,
+                "lr_decay_style": "constant",
+            }
             weights = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
-            sizes["scheduler"] = OptimizerParamScheduler(optimizer, lr_decay_steps=100, wd_incr_steps=100, **rates, **weights)
+            sizes["scheduler"] = OptimizerParamScheduler(
+                optimizer, lr_decay_steps=100, wd_incr_steps=100, **rates, **weights
+            )
             rerun_state_machine.destroy_rerun_state_machine()
             rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
         return MegatronEngine(models, optimizer, step, layout=layout, **sizes, **settings)
@@ -300,9 +307,7 @@ KITS: dict[str, Kit] = {
     "deepspeed zero 2": DeepSpeed(shards=2, options={"stage": 2}),
     "deepspeed zero 3": DeepSpeed(shards=2, options={"stage": 3}),
     "deepspeed zero 2, fp16": DeepSpeed(shards=2, tolerance=300, options={"stage": 2, "fp16": HALF}),
-    "deepspeed zero 1, fp16": DeepSpeed(
-        joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}
-    ),
+    "deepspeed zero 1, fp16": DeepSpeed(joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}),
     "torch-native, checkpointed": Native(joint=False, options={"checkpointed": True}),
     "fsdp 2, checkpointed": Fsdp(shards=2, options={"checkpointed": True}),
     "fsdp 2, reduced with the last": Fsdp(shards=2, options={"reduce": "last"}),

@@ -208,6 +208,11 @@ class DeepSpeedZero(Adapter, OneByOne):
             optimizer.take_over_partitions()
         self.loss_fn = loss_fn
 
+    @property
+    def checks_by_flushes(self) -> bool:
+        # ZeRO-3 expects that a backward pass follows a forward pass.
+        return self._optimizer.divides_parameters
+
     def _on_moved(self) -> None:
         self._optimizer.show()
 
