@@ -12,7 +12,7 @@ from tests.unit.test_packages import MODULES, package_of
 BUDGETS = {
     "worker": 5000,
     "core": 4280,
-    "engines": 3640,
+    "engines": 3710,
     "agent": 3350,
     "simulation": 3340,
     "collectives": 2180,
