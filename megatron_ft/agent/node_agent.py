@@ -50,7 +50,7 @@ from megatron_ft.core.lifecycle import spare_policy
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
@@ -371,7 +371,7 @@ class Agent:
             silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
             if not self._ended():
                 verdict = signals.classify(silent)
-                assert isinstance(verdict, GroupFailed | LinkDown)
+                assert isinstance(verdict, GroupFailed | signals.HostSilent)
                 say(verdict.reason)
                 self._announce(silent)
                 self._record.note("silence", **vars(silent))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import GroupFailed, JoinRequested, LeaveAnnounced, LinkDown, RunHalted
+from megatron_ft.core.protocol.messages import GroupFailed, HostSilent, JoinRequested, LeaveAnnounced, RunHalted
 from megatron_ft.errors import InvariantBroken, RunStopped, StoreError
 from megatron_ft.types import View
 from megatron_ft.worker.rank_executor import RankExecutor
@@ -45,8 +45,8 @@ class LivenessTracker:
 
     def on_signal(self, verdict: signals.Verdict) -> None:
         match verdict:
-            case LinkDown(by=by, about=about, heard=heard):
-                (self._silent.discard if heard else self._silent.add)((by, about))
+            case HostSilent(heard=heard):
+                (self._silent.discard if heard else self._silent.add)(verdict.units)
             case GroupFailed(group=group, incarnation=number) | LeaveAnnounced(group=group, incarnation=number):
                 self._gone[group] = max(number, self._gone.get(group, 0))
             case JoinRequested(group=group, incarnation=number) if number > self._gone.get(group, -1):

@@ -250,7 +250,7 @@ class StateGuard:
                 self._accused.add(start)
                 named = self._ask(step, dict(view.members), group, min(right), group=group, incarnation=start[1])
                 why = f"its state {when} was not that of {state_divergence.words((right,))}{named}"
-                self._agreement.announce(signals.StateDiverged(group, why, start[1]))
+                self._agreement.announce(signals.GroupFailed(group, why, start[1]))
         return found.minority
 
     def differs_from(self, step: int, donor: GroupId, incarnation: int) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.protocol import key_lifetimes
 from megatron_ft.core.protocol.group_locations import GroupLocations, apply
-from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.core.protocol.signals import HostAssigned, HostSilent, JoinRequested, RankExited, ends, remember
 from megatron_ft.types import Exit, View
 
@@ -23,8 +23,8 @@ def standing(notices) -> set:
     for notice in notices:
         places, verdicts = apply(places, notice)
         for verdict in verdicts:
-            if isinstance(verdict, LinkDown):
-                (left.discard if verdict.heard else left.add)((verdict.by, verdict.about))
+            if isinstance(verdict, HostSilent):
+                (left.discard if verdict.heard else left.add)(verdict.units)
     return {pair for pair in left if all(pair)}
 
 
@@ -167,16 +167,16 @@ def test_after_a_move_no_earlier_silence_concerns_the_new_start(said, group, dat
     moved, asks = housed(1, group, 9), asking(group, 9)
     log = [*old[:first], moved, *old[first:second], asks, *old[second:]]
     alone = View(6, tuple(range(5)), "", incarnations={group: 9})
-    others = [verdict for verdict in _standing_of(log) if group in {*verdict.by, *verdict.about}]
-    assert not [verdict for verdict in others if group in {*chain(*verdict.units(alone))}]
+    others = [verdict for verdict in _standing_of(log) if group in {*chain(*verdict.units)}]
+    assert not [verdict for verdict in others if group in {*chain(*verdict.concerned(alone))}]
     kept = key_lifetimes.kept(log, alone)
-    assert [v for v in _standing_of(kept) if group in {*chain(*v.units(alone))}] == []
+    assert [v for v in _standing_of(kept) if group in {*chain(*v.concerned(alone))}] == []
 
 
-def _standing_of(notices) -> list[LinkDown]:
+def _standing_of(notices) -> list[HostSilent]:
     """Return the silences that a reader ever takes in, one by one."""
     places, found = GroupLocations(), []
     for notice in notices:
         places, verdicts = apply(places, notice)
-        found += [verdict for verdict in verdicts if isinstance(verdict, LinkDown) and not verdict.heard]
+        found += [verdict for verdict in verdicts if isinstance(verdict, HostSilent) and not verdict.heard]
     return found

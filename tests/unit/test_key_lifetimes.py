@@ -11,7 +11,7 @@ from megatron_ft.core.protocol import group_locations, key_lifetimes
 from megatron_ft.core.protocol import signals as detector
 from megatron_ft.core.protocol.key_lifetimes import Floor, Present, expired, floor_of, graves, kept
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed, JoinRequested, LeaveAnnounced, LinkDown
+from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed, HostSilent, JoinRequested, LeaveAnnounced
 from megatron_ft.types import Exit, View
 
 GROUPS, EPOCHS, STEPS = range(4), 6, 8
@@ -75,8 +75,8 @@ def known(notices, view: View) -> dict[str, object]:
                         leaving[g] = (n, after)
                 case EpochAborted(epoch=e, after=after) if e >= view.epoch:
                     broken[e] = min(after, broken.get(e, after))
-                case LinkDown(by=by, about=about, heard=heard):
-                    missed[by, about] = not heard
+                case HostSilent(heard=heard):
+                    missed[verdict.units] = not heard
                 case detector.LeaveRequested(group=g):
                     dismissed.add(g)
                 case detector.HostAssigned(host=host, port=port, ranks=own, incarnation=n):
@@ -187,7 +187,7 @@ def test_every_kind_of_notice_has_a_lifetime():
     said = (
         detector.ForgedNotice(),
         detector.RunHalted(3, "x"),
-        detector.StateDiverged(1, "x", 2),
-        detector.StateDiverged(1, "y", 1),
+        GroupFailed(1, "x", 2),
+        GroupFailed(1, "y", 1),
     )
     assert key_lifetimes.kept((detector.ChecksumsRequested(3, (0, 1)), *said), first_view(2)) == said[1:3]

@@ -401,7 +401,7 @@ def flip_a_bit(of: TorchNativeEngine) -> None:
     next(of.model.parameters()).data.view(-1).numpy().view("int32")[5] ^= 1 << 22
 
 
-@pytest.mark.parametrize("live, said", [((0, 1, 2), ["StateDiverged"]), ((0, 1), ["RunHalted"]), ((0, 1, 3), [])])
+@pytest.mark.parametrize("live, said", [((0, 1, 2), ["GroupFailed"]), ((0, 1), ["RunHalted"]), ((0, 1, 3), [])])
 def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers, live, said):
     """One of three is out, two of two end the run, and two of three groups are no reason to end it."""
     donors = trainers(min(3, sum(group < 3 for group in live)))
@@ -414,9 +414,9 @@ def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers,
     guard = follower._rank.guard
     assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
     ((event,), line) = guard._history.note.call_args
-    assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["StateDiverged"])
+    assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["GroupFailed"])
     found = joiner.RejoinCoordinator(follower, None, never, str)._find_donors()
-    assert (1 in [donor.group for donor in found]) == (said != ["StateDiverged"])
+    assert (1 in [donor.group for donor in found]) == (said != ["GroupFailed"])
     follower.end()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed, JoinRequested, LeaveAnnounced, LinkDown
+from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed, JoinRequested, LeaveAnnounced
 from megatron_ft.core.protocol.signals import (
     HostSilent,
     RankExited,
@@ -88,7 +88,7 @@ def test_silence_accuses_a_pair_of_hosts_and_no_host_alone(signal):
     if shared and not signal.heard:
         assert verdict == GroupFailed(min(shared), verdict.reason, signal.incarnation)
     else:
-        assert verdict == LinkDown(signal.groups_by, signal.groups_about, verdict.reason, signal.heard, signal.until)
+        assert verdict == signal
     assert signal.by in verdict.reason and signal.about in verdict.reason
 
 
@@ -178,9 +178,9 @@ VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})
         (EpochAborted(4, "", after=6), True),
         (EpochAborted(4, "", after=7), False),  # a group in step 7 finishes it
         (JoinRequested(2, 1, ((0, 0), (3, 2)), after=0), False),  # core ends the epoch at a boundary, and announces it
-        (LinkDown((0, 1), (2, 3), ""), True),
-        (LinkDown((0, 1), (2,), ""), False),
-        (LinkDown((0, 1), (2, 3), "", heard=True), False),
+        (HostSilent("a", "b", (0, 1), (2, 3), 1.0), True),
+        (HostSilent("a", "b", (0, 1), (2,), 1.0), False),
+        (HostSilent("a", "b", (0, 1), (2, 3), 1.0, heard=True), False),
         (LeaveAnnounced(1, 7, ""), False),
     ],
 )
@@ -192,7 +192,7 @@ pairs = st.sampled_from([(0,), (1,), (1, 2)])
 heard = st.one_of(
     st.builds(GroupFailed, st.integers(0, 2), st.just("died"), st.integers(0, 3)),
     st.builds(EpochAborted, st.integers(0, 3), st.just("broke"), st.integers(-1, 3)),
-    st.builds(LinkDown, pairs, pairs, st.just("silent"), st.booleans()),
+    st.builds(HostSilent, st.just("a"), st.just("b"), pairs, pairs, st.just(1.0), st.booleans()),
     st.builds(signals.ViewAgreed, st.integers(0, 3)),
 )
 
@@ -205,10 +205,9 @@ def test_a_verdict_that_a_rank_forgets_would_never_have_ended_an_epoch(verdicts)
     everything: list = []
     for verdict in verdicts:
         remembered = signals.remember(remembered, verdict)
-        everything = [
-            old for old in everything if not (isinstance(old, LinkDown) and isinstance(verdict, LinkDown) and verdict.heard
-            and (old.by, old.about) == (verdict.by, verdict.about))
-        ] + [verdict]  # fmt: skip
+        withdrawn = verdict.units if isinstance(verdict, HostSilent) and verdict.heard else None
+        everything = [old for old in everything if not (isinstance(old, HostSilent) and old.units == withdrawn)]
+        everything.append(verdict)
     for epoch, live, step in product(range(4), [(0,), (0, 1), (0, 1, 2)], range(4)):
         for start in range(4):
             view = View(epoch, live, "", incarnations={1: start})
@@ -224,8 +223,8 @@ def test_the_memory_of_a_rank_does_not_grow_with_the_losses():
     for loss in range(1000):
         for verdict in (
             GroupFailed(loss % 3, "killed", loss),
-            LinkDown((0,), (1,), "silent"),
-            LinkDown((0,), (1,), "heard", True),
+            HostSilent("a", "b", (0,), (1,), 1.0),
+            HostSilent("a", "b", (0,), (1,), 1.0, heard=True),
         ):
             remembered = signals.remember(remembered, verdict)
     assert len(remembered) == 3

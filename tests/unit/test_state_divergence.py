@@ -14,8 +14,8 @@ from torch import nn
 
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.exactness.batches import Sent
-from megatron_ft.core.protocol.messages import RunHalted
-from megatron_ft.core.protocol.signals import ChecksumsRequested, StateDiverged
+from megatron_ft.core.protocol.messages import GroupFailed, RunHalted
+from megatron_ft.core.protocol.signals import ChecksumsRequested
 from megatron_ft.engines import tensor_checksum
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
@@ -356,4 +356,4 @@ def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before
     assert guard.accuse("some", 5, view, {0: 5, 2: 6}) == ()
     assert guard.accuse("later", 9, View(1, (0, 2), "group 1 is out"), {0: 5, 2: 6}) == ()
     said = [call.args[0] for call in agreement.announce.call_args_list]
-    assert [type(signal) for signal in said if not isinstance(signal, MagicMock)] == [StateDiverged, RunHalted]
+    assert [type(signal) for signal in said if not isinstance(signal, MagicMock)] == [GroupFailed, RunHalted]

@@ -135,6 +135,11 @@ def proposed(*events, job=JOB, reporting=(0, 1, 2, 3)):
     return next(action for action in actions if isinstance(action, machine.Propose))
 
 
+def silence(by, about):
+    """Return the notice that the host of the groups ``by`` hears nothing of that of ``about``."""
+    return machine.HostSilent("a", "b", by, about, 1.0)
+
+
 lost = st.dictionaries(st.integers(1, 3), st.booleans())
 
 
@@ -163,7 +168,7 @@ def test_the_end_of_a_later_start_says_nothing_of_a_member():
 
 def test_a_group_that_is_only_cut_off_is_fenced():
     job = Job(**{**vars(JOB), "settle_s": 0.0})
-    found = proposed(machine.LinkDown((0, 1, 2), (3,), "silent"), job=job, reporting=(0, 1, 2))
+    found = proposed(silence((0, 1, 2), (3,)), job=job, reporting=(0, 1, 2))
     assert found.fence == ((3, 0),) and found.reads_log
 
 
@@ -194,7 +199,7 @@ def test_hosts_that_are_lost_together_do_not_outvote_the_one_that_is_left():
     job = Job(shards=3, per_shard=1, buckets=1, steps=2, report_timeout_s=15.0, settle_s=0.0)
     state = machine.start(2, job, replace(first_view(3), behind=(), source=None))
     found, now = [], 0.0
-    events = [machine.LinkDown((by,), (about,), "silent") for by, about in [(2, 0), (2, 1), (0, 1)]]
+    events = [silence((by,), (about,)) for by, about in [(2, 0), (2, 1), (0, 1)]]
     while not found and now < 60.0:
         event, now = events.pop() if events else machine.Tick(), now + 1.0
         state, actions = machine.step(state, event, now)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.types import GroupId, View
+from megatron_ft.types import GroupId, Microbatch, View
 
 BEHIND = 2
 """The keys of an epoch, or of a start of a group, are removed when the one that comes this number later stands."""
@@ -135,13 +135,11 @@ def kept(notices: Sequence[signals.Signal], view: View) -> tuple[signals.Signal,
 
 def _still_open(signal: signals.Signal, view: View) -> bool:
     """Return whether the signal is about an epoch, or a step, that is not over."""
-    match signal:
+    match signals.classify(signal):
         case signals.EpochAborted(epoch=epoch) | Saves(epoch=epoch):
             return epoch >= view.epoch
-        case signals.RankExited():
-            verdict = signals.classify(signal)  # two deaths in one microbatch end the run
-            assert isinstance(verdict, GroupFailed)
-            return verdict.microbatch is not None and verdict.microbatch.step >= view.step
+        case GroupFailed(microbatch=Microbatch(step=step)):  # two deaths in one microbatch end the run
+            return step >= view.step
     return False
 
 
@@ -150,15 +148,15 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
 
     The signal of the highest rank is kept; among equals the last one.
     """
+    verdict = signals.classify(signal)
+    against: list[tuple[Hashable, tuple[int, ...]]] = []
+    if isinstance(verdict, GroupFailed):
+        against.append(((type(signal), verdict.group), (verdict.incarnation,)))
     match signal:
-        case signals.RankExited(incarnation=number) | signals.RankUnresponsive(incarnation=number):
-            verdict = signals.classify(signal)
-            assert isinstance(verdict, GroupFailed)
-            return [((type(signal), verdict.group), (number,))]
-        case signals.HostSilent(incarnation=number):
-            verdict = signals.classify(signal)
-            apart = [(("apart", verdict.group), (number,))] if isinstance(verdict, GroupFailed) else []
-            return [(("silent", signal.units), ()), *apart, (("silent names", signal.by, signal.about), ())]
+        case signals.RankExited() | signals.RankUnresponsive() | GroupFailed():
+            return against
+        case signals.HostSilent():
+            return [(("silent", signal.units), ()), *against, (("silent names", signal.by, signal.about), ())]
         case signals.LeaveAnnounced(group=group, incarnation=number, after=after):
             return [(("leaving", group), (number, -after))]
         case signals.JoinRequested(group=group, incarnation=number):
@@ -177,8 +175,6 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
             return [("agreed", (epoch,))]
         case signals.RunFinished():
             return [("over", ())]
-        case signals.StateDiverged(group=group, incarnation=number):
-            return [(("diverged", group), (number,))]
         case signals.RunHalted():
             return [("halts", ())]
         case (

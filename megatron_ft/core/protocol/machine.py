@@ -46,9 +46,9 @@ from megatron_ft.core.protocol.messages import (
     Finish,
     Follow,
     GroupFailed,
+    HostSilent,
     JoinRequested,
     LeaveAnnounced,
-    LinkDown,
     Propose,
     Publish,
     Reduce,
@@ -107,7 +107,7 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = changed(state, stopped=f"group {state.me} has to start over: {reason}")
         case EpochAborted():
             state = _broke(state, event)
-        case LinkDown():
+        case HostSilent():
             state = _missed(state, event)
         case ReportsSeen(reports=reports):
             state = _reports(state, reports)
@@ -246,11 +246,11 @@ def _broke(state: GroupState, event: EpochAborted) -> GroupState:
     return changed(state, broken={**state.broken, event.epoch: event})
 
 
-def _missed(state: GroupState, event: LinkDown) -> GroupState:
-    others = {pair: said for pair, said in state.missed.items() if pair != (event.by, event.about)}
+def _missed(state: GroupState, event: HostSilent) -> GroupState:
+    others = {pair: said for pair, said in state.missed.items() if pair != event.units}
     if event.heard:
         return changed(state, missed=others)
-    return changed(state, missed={**others, (event.by, event.about): event}, settled_s=0.0)
+    return changed(state, missed={**others, event.units: event}, settled_s=0.0)
 
 
 def _seat(view: View, group: GroupId) -> int:

@@ -5,7 +5,7 @@ states what has happened, an action what the shell must do. Detailed reasons are
 
 Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Discarded``,
 ``Updated``, ``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
-``LeaveAnnounced``, ``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from
+``LeaveAnnounced``, ``JoinRequested``, ``EpochAborted``, ``HostSilent``, ``RunHalted``; ``GroupFailed`` also from
 claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
 Receivers of actions: the communicators (``Abort``), the control store (``Publish``, ``Propose``), the notice log
 (``Announce``), and the training thread (all others).
@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.detection.stragglers import Speeds
-from megatron_ft.types import Bucket, GroupId, Microbatch, Report, View
+from megatron_ft.types import Bucket, GroupId, Microbatch, Report, View, host_name
 
 # Events: from the shell to the machine. ------------------------------------------------------------------------------
 
@@ -99,7 +100,8 @@ class Updated:
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """The fault detector's verdict that one incarnation of a group is dead.
+    """The fault detector's verdict that one incarnation of a group is dead. Also a notice, by the group that has compared
+    the states of all groups, against one whose state is not that of most others: it is left out like a group that died.
 
     Attributes:
         group: the dead group.
@@ -224,31 +226,55 @@ class EpochAborted:
 
 
 @dataclass(frozen=True)
-class LinkDown:
-    """One host does not hear another host, or hears it again. The message does not tell which of them is cut off.
+class HostSilent:
+    """One host does not hear another host, or hears it again. Also a notice, by the agent of the host that listens. It does
+    not tell which of them is cut off.
+
+    The notice may come late; ``core.protocol.group_locations`` works out from ``since`` and ``until`` which groups, and
+    which starts of them, it still concerns.
 
     Attributes:
-        by: the groups of the host that listens.
-        about: the groups of the host that is not heard.
-        reason: one sentence for people.
-        heard: True if ``by`` hears ``about`` again, which withdraws the earlier message.
-        until: (group, newest start that was on its host by then). A later start may be on another host, so the silence
-            concerns it only when the log says so (``core.protocol.group_locations``). All starts of a group that is not
+        by: name of the host that listens.
+        about: name of the host that is not heard.
+        groups_by: the groups that ``by`` runs, whole or in part.
+        groups_about: the groups that ``about`` runs, whole or in part.
+        silent_s: how long no beat came, in seconds.
+        heard: True if ``by`` hears ``about`` again, which withdraws the earlier notice.
+        incarnation: of a group that has ranks on both hosts, the start that ``by`` made last.
+        since: (group, start) of each group that came from another host: from that start on, ``by`` knows it where it is.
+        until: (group, newest start that was on its host by then) of each group that was started again. A later start may
+            be on another host, so the silence concerns it only when the log says so. All starts of a group that is not
             listed here are concerned.
+        hosts: the numbers of both hosts, for people; empty where they have none.
     """
 
-    by: tuple[GroupId, ...]
-    about: tuple[GroupId, ...]
-    reason: str
+    by: str
+    about: str
+    groups_by: tuple[GroupId, ...]
+    groups_about: tuple[GroupId, ...]
+    silent_s: float
     heard: bool = False
+    incarnation: int = 0
+    since: tuple[tuple[GroupId, int], ...] = ()
     until: tuple[tuple[GroupId, int], ...] = ()
+    hosts: tuple[int, ...] = ()
 
-    def units(self, view: View) -> tuple[tuple[GroupId, ...], tuple[GroupId, ...]]:
-        """Return ``by`` and ``about`` without the groups whose start in ``view`` is not concerned."""
+    @property
+    def units(self) -> tuple[Unit, Unit]:
+        """The pair of hosts that this notice is about, each as the tuple of its groups."""
+        return self.groups_by, self.groups_about
+
+    @property
+    def reason(self) -> str:
+        """One sentence for people."""
+        one, other = map(host_name, (self.by, self.about), self.hosts or (None, None))
+        silent = f"{one} has heard nothing of {other} for {self.silent_s:.1f} s"
+        return f"{one} hears {other} again" if self.heard else silent
+
+    def concerned(self, view: View) -> tuple[Unit, Unit]:
+        """Return ``units`` without the groups whose start in ``view`` is not concerned."""
         newer = {group for group, start in self.until if view.incarnations.get(group, 0) > start}
-        if not newer:
-            return self.by, self.about
-        by, about = (tuple(group for group in unit if group not in newer) for unit in (self.by, self.about))
+        by, about = (tuple(group for group in unit if group not in newer) for unit in self.units)
         return by, about
 
 
@@ -304,7 +330,7 @@ class Tick:
 
 Event = (
     Computed | Connected | Transferred | Reduced | Discarded | Updated | BatchResized | CaughtUp | CatchUpFailed
-    | GroupFailed | LeaveAnnounced | JoinRequested | RunHalted | EpochAborted | LinkDown
+    | GroupFailed | LeaveAnnounced | JoinRequested | RunHalted | EpochAborted | HostSilent
     | ReportsSeen | ViewSeen | Replaced | Tick
 )  # fmt: skip
 

@@ -21,17 +21,16 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from megatron_ft import codec
-from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol.messages import (
     EpochAborted,
     GroupFailed,
+    HostSilent,
     JoinRequested,
     LeaveAnnounced,
-    LinkDown,
     RunHalted,
 )
-from megatron_ft.types import Exit, GroupId, Microbatch, View, host_name, rank_name
+from megatron_ft.types import Exit, GroupId, Microbatch, View, rank_name
 
 
 @dataclass(frozen=True)
@@ -68,43 +67,6 @@ class RankUnresponsive:
     why: str
     incarnation: int = 0
     host_rank: int | None = None
-
-
-@dataclass(frozen=True)
-class HostSilent:
-    """The agent of one host hears nothing of another host, or hears it again.
-
-    The notice may come late; ``core.protocol.group_locations`` works out from ``since`` and ``until`` which groups, and
-    which starts of them, it still concerns.
-
-    Attributes:
-        by: name of the host that listens.
-        about: name of the host that is not heard.
-        groups_by: the groups that ``by`` runs, whole or in part.
-        groups_about: the groups that ``about`` runs, whole or in part.
-        silent_s: how long no beat came, in seconds.
-        heard: True if ``by`` hears ``about`` again, which withdraws the earlier notice.
-        incarnation: of a group that has ranks on both hosts, the start that ``by`` made last.
-        since: (group, start) of each group that came from another host: from that start on, ``by`` knows it where it is.
-        until: (group, start) of each group that was started again: the newest start that ``by`` knows of.
-        hosts: the numbers of both hosts, for people; empty where they have none.
-    """
-
-    by: str
-    about: str
-    groups_by: tuple[GroupId, ...]
-    groups_about: tuple[GroupId, ...]
-    silent_s: float
-    heard: bool = False
-    incarnation: int = 0
-    since: tuple[tuple[GroupId, int], ...] = ()
-    until: tuple[tuple[GroupId, int], ...] = ()
-    hosts: tuple[int, ...] = ()
-
-    @property
-    def units(self) -> tuple[Unit, Unit]:
-        """The pair of hosts that this notice is about, each as the tuple of its groups."""
-        return self.groups_by, self.groups_about
 
 
 @dataclass(frozen=True)
@@ -176,23 +138,6 @@ class RunFinished:
 
 
 @dataclass(frozen=True)
-class StateDiverged:
-    """A group's state is not the one that most groups hold, so it is left out like a group that died.
-
-    A group that has compared the states of all groups sends it.
-
-    Attributes:
-        group: the group whose state differs.
-        why: the reason, for people.
-        incarnation: the start of that group.
-    """
-
-    group: GroupId
-    why: str
-    incarnation: int = 0
-
-
-@dataclass(frozen=True)
 class ChecksumsRequested:
     """The groups' states differ, so ranks publish a checksum of each tensor, for the record to name those that differ.
 
@@ -226,11 +171,13 @@ class ForgedNotice:
     """An entry of the notice log that no process of the run has written. It has no effect."""
 
 
-Passed = (
-    EpochAborted
+Verdict = (
+    GroupFailed
+    | EpochAborted
     | LeaveAnnounced
     | JoinRequested
     | RunHalted
+    | HostSilent
     | LeaveRequested
     | HostAssigned
     | RestartRefused
@@ -242,13 +189,9 @@ Passed = (
     | CollectivesRequested
     | ForgedNotice
 )
-"""The notices that mean the same to every reader."""
+"""The notices that mean the same to every reader; the result of :func:`classify`."""
 
-Signal = RankExited | RankUnresponsive | HostSilent | StateDiverged | Passed
-
-Verdict = GroupFailed | LinkDown | Passed
-"""The result of :func:`classify`: an event of the protocol, or a signal about hosts, checkpoints, views or an operator's
-wish, which is passed on unchanged."""
+Signal = RankExited | RankUnresponsive | Verdict
 
 
 def once(signal: Signal) -> str | None:
@@ -260,8 +203,8 @@ def once(signal: Signal) -> str | None:
             return f"agreed {epoch}"
         case RunFinished():
             return "over"
-        case StateDiverged(group=group, incarnation=incarnation):
-            return f"diverged {group} {incarnation}"
+        case GroupFailed(group=group, incarnation=incarnation):
+            return f"failed {group} {incarnation}"
         case RunHalted():
             return "halts"
     return None
@@ -277,17 +220,9 @@ def classify(signal: Signal) -> Verdict:
             return GroupFailed(exit_.group, str(exit_), incarnation, _blamed(exit_), ended=True)
         case RankUnresponsive(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
             return GroupFailed(group, f"{rank_name(position, pid, host, signal.host_rank)} {why}", incarnation)
-        case StateDiverged(group=group, why=why, incarnation=incarnation):
-            return GroupFailed(group, why, incarnation)
-        case HostSilent(heard=heard, silent_s=silent_s, incarnation=incarnation):
-            one, other = map(host_name, (signal.by, signal.about), signal.hosts or (None, None))
-            reason = (
-                f"{one} hears {other} again" if heard else f"{one} has heard nothing of {other} for {silent_s:.1f} s"
-            )
-            shared = set(signal.groups_by) & set(signal.groups_about)
-            if shared and not heard:  # a group with ranks on both hosts is split, whichever host is cut off
-                return GroupFailed(min(shared), f"{reason}, and the group has ranks on both", incarnation)
-            return LinkDown(signal.groups_by, signal.groups_about, reason, heard, signal.until)
+        case HostSilent(heard=False, incarnation=incarnation) if split := {*signal.groups_by} & {*signal.groups_about}:
+            # A group with ranks on both hosts is split, whichever host is cut off.
+            return GroupFailed(min(split), f"{signal.reason}, and the group has ranks on both", incarnation)
         case _:
             return signal
 
@@ -304,8 +239,8 @@ def ends(verdict: Verdict, view: View, step: int) -> bool:
             return True
         case EpochAborted(epoch=epoch, after=after):
             return epoch == view.epoch and after < step
-        case LinkDown(heard=heard):
-            return not heard and all(set(unit) & set(view.live) for unit in verdict.units(view))
+        case HostSilent(heard=heard):
+            return not heard and all(set(unit) & set(view.live) for unit in verdict.concerned(view))
     # A group that leaves in order is waited for; an epoch that ends for a request is announced (``EpochAborted``).
     return False
 
@@ -318,8 +253,8 @@ def remember(heard: tuple[Verdict, ...], verdict: Verdict) -> tuple[Verdict, ...
     """
     rest = tuple(earlier for earlier in heard if not _outdated(earlier, verdict))
     never = (
-        not isinstance(verdict, GroupFailed | EpochAborted | LinkDown)
-        or isinstance(verdict, LinkDown)
+        not isinstance(verdict, GroupFailed | EpochAborted | HostSilent)
+        or isinstance(verdict, HostSilent)
         and verdict.heard
     )
     return rest if never or any(_outdated(verdict, earlier) for earlier in rest) else (*rest, verdict)
@@ -332,8 +267,8 @@ def _outdated(verdict: Verdict, other: Verdict) -> bool:
             return verdict.group == other.group and verdict.incarnation <= other.incarnation
         case EpochAborted(), EpochAborted():
             return (verdict.epoch, verdict.in_order) == (other.epoch, other.in_order) and verdict.after >= other.after
-        case LinkDown(), LinkDown():
-            return (verdict.by, verdict.about) == (other.by, other.about)
+        case HostSilent(), HostSilent():
+            return verdict.units == other.units
     return False
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_ft.core.detection import link_detector, stragglers
+from megatron_ft.core.detection import stragglers
+from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.core.exactness import verification
 from megatron_ft.core.exactness.verification import Check
-from megatron_ft.core.protocol.messages import EpochAborted, JoinRequested, LeaveAnnounced, LinkDown
+from megatron_ft.core.protocol.messages import EpochAborted, HostSilent, JoinRequested, LeaveAnnounced
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling.policies import Batch, Policy
 from megatron_ft.core.scheduling.policies.stacked_quota import StackedQuota
@@ -170,7 +171,7 @@ class GroupState:
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
     leaving: Mapping[GroupId, LeaveAnnounced] = field(default_factory=dict)
     poison_microbatches: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
-    missed: Mapping[tuple[link_detector.Unit, link_detector.Unit], LinkDown] = field(default_factory=dict)
+    missed: Mapping[tuple[Unit, Unit], HostSilent] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
     settled_s: float = 0.0
@@ -205,12 +206,12 @@ class GroupState:
         return self.view.incarnations.get(group, 0) if group in self.view.live else float("inf")
 
     @cached_property
-    def cut(self) -> dict[tuple[link_detector.Unit, link_detector.Unit], str]:
+    def cut(self) -> dict[tuple[Unit, Unit], str]:
         """The pairs of hosts with live groups that do not hear each other, with the reason."""
         if not self.missed:
             return {}
         live = set(self.view.live) - self.dead.keys() - self.left.keys()
-        said = {missed.units(self.view): missed.reason for missed in self.missed.values()}
+        said = {missed.concerned(self.view): missed.reason for missed in self.missed.values()}
         return {pair: why for pair, why in said.items() if all(live & set(unit) for unit in pair)}
 
     @cached_property
