@@ -16,7 +16,6 @@ from megatron_ft.core.lifecycle.array_policy import (
     Join,
     Launch,
     Limits,
-    Over,
     Own,
     Requeue,
     Seen,
@@ -25,11 +24,12 @@ from megatron_ft.core.lifecycle.array_policy import (
     ended,
     overtaken,
 )
+from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
 from megatron_ft.launchers.slurm.array_board import SILENT_S, ArrayState
 
 LIMITS = Limits(hosts=3, whole=restart_policy.Limits(per_hour=2))
-BEGUN = Begin(0, (0, 1, 2), 0.0)
+BEGUN = Begin((0, 1, 2), 0.0)
 
 
 def beats(*said: Beat) -> dict[int, Beat]:
@@ -81,18 +81,18 @@ def test_a_refused_element_tries_again_and_one_that_left_in_order_does_not():
 def test_after_the_loss_of_all_elements_one_begins_again():
     back = beats(*(Beat(k, restarts=1, run=0) for k in range(4)))
     again = decide([BEGUN], Seen(9.0, back), LIMITS)
-    assert again == Begin(1, (0, 1, 2), 9.0)
+    assert again == Begin((0, 1, 2), 9.0)
     assert decide([BEGUN], Seen(9.0, back), replace(LIMITS, whole=None)).code == WIPED_OUT
-    third = Begin(2, (0, 1, 2), 20.0)
+    third = Begin((0, 1, 2), 20.0)
     over = decide([BEGUN, again, third], Seen(99.0, beats(*(Beat(k, 3, run=2) for k in range(4)))), LIMITS)
-    assert isinstance(over, Over) and "restarts_per_hour is 2" in over.why
+    assert isinstance(over, Finish) and "restarts_per_hour is 2" in over.why
 
 
 def test_the_outcome_in_the_record_decides():
     there = finished(0, 1, 2, code=WIPED_OUT)
-    assert decide([BEGUN], Seen(9.0, at_work(0, 1, 2), outcome=0), LIMITS) == Over(1, 0, "the run has got to its end")
+    assert decide([BEGUN], Seen(9.0, at_work(0, 1, 2), outcome=0), LIMITS) == Finish(0, "the run has got to its end")
     assert decide([BEGUN], Seen(9.0, there, outcome=3), LIMITS).code == 3
-    assert decide([BEGUN], Seen(9.0, there, outcome=WIPED_OUT), LIMITS) == Begin(1, (0, 1, 2), 9.0)
+    assert decide([BEGUN], Seen(9.0, there, outcome=WIPED_OUT), LIMITS) == Begin((0, 1, 2), 9.0)
     refused = finished(0, 1, 2, code=LaunchError.exit_code)
     assert decide([BEGUN], Seen(9.0, refused), LIMITS).code == LaunchError.exit_code
     assert decide([], Seen(9.0, {}, outcome=0), LIMITS).code == 0, "it had got to its end before"
@@ -101,19 +101,19 @@ def test_the_outcome_in_the_record_decides():
 def test_at_the_time_limit_all_are_requeued_once_and_begin_again():
     there = {**finished(0, 1, 2, code=0), 1: Beat(1, run=0, code=0, told="time")}
     requeue = decide([BEGUN], Seen(9.0, there, outcome=3), LIMITS)
-    assert requeue == Requeue(1, {0: 0, 1: 0, 2: 0}, "time")
+    assert requeue == Requeue({0: 0, 1: 0, 2: 0}, "time")
     assert act(Own(there[0]), [BEGUN, requeue], there, 9.0, LIMITS) == GiveBack("time")
     assert decide([BEGUN, requeue], Seen(9.0, there), LIMITS) is None, "they have not come back"
     back = beats(*(Beat(k, restarts=1, run=0) for k in range(3)))
     again = decide([BEGUN, requeue], Seen(99.0, back), LIMITS)
-    assert again == Begin(2, (0, 1, 2), 99.0)
+    assert again == Begin((0, 1, 2), 99.0)
     assert act(Own(back[0]), [BEGUN, requeue, again], back, 99.0, LIMITS) == Launch(2, 0)
 
 
 def test_a_run_that_could_not_save_its_end_is_over_even_if_an_element_has_to_give_its_node_back():
     there = {k: Beat(k, run=0, code=8, told="time" if k == 1 else "") for k in range(3)}
-    assert decide([BEGUN], Seen(9.0, there, outcome=8), LIMITS) == Over(
-        1, 8, "all steps are done, but not all of the end is saved; the run's record says what"
+    assert decide([BEGUN], Seen(9.0, there, outcome=8), LIMITS) == Finish(
+        8, "all steps are done, but not all of the end is saved; the run's record says what"
     )
 
 
@@ -167,16 +167,15 @@ def test_every_random_history_reaches_one_end(seed):
             del away[k]
         there = {k: its.beat for k, its in own.items() if k not in away and k in moving}
         newest = made[-1] if made else None
-        enough = isinstance(newest, Begin) and sum(b.runs and b.run == newest.number for b in there.values()) >= 1
+        enough = isinstance(newest, Begin) and sum(b.runs and b.run == len(made) - 1 for b in there.values()) >= 1
         outcome = 0 if not trouble and enough else None
         decision = decide(made, Seen(now, there, outcome=outcome), limits)
         if decision is not None and rng.random() < 0.7:
-            assert decision.number == len(made)
             made.append(decision)
         for k in sorted(there):
             its = own[k]
             if its.beat.runs:
-                if isinstance(newest, Over):
+                if isinstance(newest, Finish):
                     own[k] = replace(its, beat=replace(its.beat, runs=False, code=0))
                 elif trouble and rng.random() < 0.05:
                     own[k] = ended(its, replace(its.beat, runs=False, code=rng.choice([-9, 7])), now, 1, limits)
@@ -186,7 +185,7 @@ def test_every_random_history_reaches_one_end(seed):
                         own[k] = replace(its, beat=replace(its.beat, run=run, runs=True, code=None))
                     case GiveBack():
                         away[k] = now + 5.0
-                    case Over(code=code):
+                    case Finish(code=code):
                         assert code == 0
                         moving.discard(k)
             if trouble and rng.random() < 0.02:
@@ -208,9 +207,10 @@ def test_every_random_history_reaches_one_end(seed):
 
 def test_the_first_decision_with_a_number_counts(tmp_path):
     mine, theirs = ArrayState(tmp_path), ArrayState(tmp_path)
-    requeue = Requeue(1, {0: 2, 3: 0}, "time")
+    requeue = Requeue({0: 2, 3: 0}, "time")
     mine.write(BEGUN)
     theirs.write(replace(BEGUN, hosts=(4,)))
+    assert theirs.read() == [BEGUN]
     theirs.write(requeue)
     assert mine.read() == theirs.read() == [BEGUN, requeue]
 

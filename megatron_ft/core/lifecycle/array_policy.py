@@ -3,7 +3,8 @@
 Intuition. No element controls the others, any may be lost and come back, and Slurm starts them at different times. So
 each element writes now and then that it is alive and the state of its agent (a *beat*), and the decisions for all
 elements are written under numbers: begin a run with these hosts, the run is over, requeue. The first decision under a
-number counts. The lowest element that is heard proposes it; if two elements take themselves for that one, no harm is done.
+number counts, and the number of the decision to begin a run is also that of the run. The lowest element that is heard
+proposes it; if two elements take themselves for that one, no harm is done.
 
 An element that is not among the hosts of the newest run, or has lost its agent, joins as a spare: the agents bring back
 lost groups (``core.lifecycle.spare_policy``), and the elements only start agents. A run that no agent belongs to, and
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megatron_ft.core.lifecycle import restart_policy, supervisor_policy
+from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
 from megatron_ft.types import given
 
@@ -56,12 +58,10 @@ class Begin:
     """The decision to begin a run.
 
     Attributes:
-        number: of the decision, which is also that of the run.
         hosts: the elements that begin the run, in the order of its hosts; the others are spares.
         at: time of the decision, in seconds since 1970.
     """
 
-    number: int
     hosts: tuple[ElementId, ...]
     at: float
 
@@ -71,32 +71,15 @@ class Requeue:
     """The decision to go on later.
 
     Attributes:
-        number: of the decision.
         restarts: an element requeues itself if its count of restarts is no higher than the one given here.
         why: the reason, for people.
     """
 
-    number: int
     restarts: Mapping[ElementId, int]
     why: str
 
 
-@dataclass(frozen=True)
-class Over:
-    """The decision that all elements end.
-
-    Attributes:
-        number: of the decision.
-        code: exit code of all elements.
-        why: the reason, for people.
-    """
-
-    number: int
-    code: int
-    why: str
-
-
-Decision = Begin | Requeue | Over
+Decision = Begin | Requeue | Finish
 
 
 @dataclass(frozen=True)
@@ -125,15 +108,15 @@ class Seen:
 
 def decide(made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | None:
     """Return the next decision for all elements, or None if none is due. ``made``: the decisions so far, in order."""
-    newest, number = (made[-1] if made else None), len(made)
+    newest = made[-1] if made else None
     match newest:
-        case Over():
+        case Finish():
             return None
         case Begin():
             return _after(newest, made, seen, limits)
     if seen.outcome == 0 and newest is None:
-        return Over(number, 0, "the run has got to its end already")
-    return _begin(number, _ready(seen, newest), seen, limits)
+        return Finish(0, "the run has got to its end already")
+    return _begin(_ready(seen, newest), seen, limits)
 
 
 def _ready(seen: Seen, newest: Decision | None) -> list[ElementId]:
@@ -142,41 +125,41 @@ def _ready(seen: Seen, newest: Decision | None) -> list[ElementId]:
     return sorted(k for k, beat in seen.beats.items() if not beat.told and beat.restarts > before.get(k, -1))
 
 
-def _begin(number: int, ready: Sequence[ElementId], seen: Seen, limits: Limits) -> Begin | None:
-    return Begin(number, tuple(ready[: limits.hosts]), seen.now) if len(ready) >= limits.hosts else None
+def _begin(ready: Sequence[ElementId], seen: Seen, limits: Limits) -> Begin | None:
+    return Begin(tuple(ready[: limits.hosts]), seen.now) if len(ready) >= limits.hosts else None
 
 
 def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | None:
-    number, beats = run.number + 1, {**seen.unsure, **seen.beats}
+    number, beats = len(made) - 1, {**seen.unsure, **seen.beats}
     if seen.outcome == 0:
-        return Over(number, 0, "the run has got to its end")
-    to_come = [k for k in run.hosts if k in beats and beats[k].run < run.number and not beats[k].told]
-    if to_come or working(run, beats):
+        return Finish(0, "the run has got to its end")
+    to_come = [k for k in run.hosts if k in beats and beats[k].run < number and not beats[k].told]
+    if to_come or working(number, beats):
         return None
     told = next((beat.told for beat in beats.values() if beat.told), "")
     cancelled = seen.outcome is not None and seen.outcome >= _SIGNALLED  # one element, and not the run
     code = None if cancelled else seen.outcome
     refused = all(k in beats and beats[k].code == LaunchError.exit_code for k in run.hosts)
     if refused and seen.outcome is None and not told:
-        return Over(number, LaunchError.exit_code, "the run could not be started; the elements' logs say why")
+        return Finish(LaunchError.exit_code, "the run could not be started; the elements' logs say why")
     match supervisor_policy.verdict(code, told, limits.whole):
         case supervisor_policy.Requeue(why=why):
-            return Requeue(number, {k: beat.restarts for k, beat in seen.beats.items()}, why)
-        case supervisor_policy.Finish(code=ended_with, why=why):
-            return Over(number, ended_with, why)
+            return Requeue({k: beat.restarts for k, beat in seen.beats.items()}, why)
+        case Finish() as finish:
+            return finish
     whole = given(limits.whole)
     again = [b.at for a, b in pairwise(made) if isinstance(a, Begin) and isinstance(b, Begin)]
     recent = [at for at in again if at > seen.now - restart_policy.HOUR_S]
     if len(recent) >= whole.per_hour:
         why = f"it was begun again {len(recent)} times within an hour, and fault_tolerance.rejoin.restarts_per_hour is "
-        return Over(number, WIPED_OUT, f"the whole run is lost: {why}{whole.per_hour}")
+        return Finish(WIPED_OUT, f"the whole run is lost: {why}{whole.per_hour}")
     due = run.at + restart_policy.pause_s(len(recent) + 1, limits.pauses)
-    return _begin(number, _ready(seen, run), seen, limits) if seen.now >= due else None
+    return _begin(_ready(seen, run), seen, limits) if seen.now >= due else None
 
 
-def working(run: Begin, beats: Mapping[ElementId, Beat]) -> bool:
+def working(run: int, beats: Mapping[ElementId, Beat]) -> bool:
     """Return whether any element has an agent that belongs to that run."""
-    return any(beat.runs and not beat.asks and beat.run == run.number for beat in beats.values())
+    return any(beat.runs and not beat.asks and beat.run == run for beat in beats.values())
 
 
 def overtaken(beat: Beat, made: Sequence[Decision]) -> bool:
@@ -215,7 +198,7 @@ class GiveBack:
     bad: bool = False
 
 
-Action = Launch | Join | GiveBack | Over
+Action = Launch | Join | GiveBack | Finish
 
 
 @dataclass(frozen=True)
@@ -248,9 +231,9 @@ def act(
 ) -> Action | None:
     """Return the action of this element, which has no agent now; None: wait. ``others``: beats of elements not known to
     be lost."""
-    newest, me = (made[-1] if made else None), own.beat
+    newest, run, me = (made[-1] if made else None), len(made) - 1, own.beat
     match newest:
-        case Over():
+        case Finish():
             return newest
         case Requeue() if me.restarts <= newest.restarts.get(me.element, -1):
             return GiveBack(newest.why)
@@ -258,11 +241,11 @@ def act(
         return None if isinstance(newest, Begin) else GiveBack(me.told)
     if not isinstance(newest, Begin):
         return None
-    if me.element in newest.hosts and me.run < newest.number:
-        return Launch(newest.number, newest.hosts.index(me.element))
+    if me.element in newest.hosts and me.run < run:
+        return Launch(run, newest.hosts.index(me.element))
     if own.failures >= limits.per_node:
         return GiveBack(f"{own.failures} agents have ended there within one job", bad=True)
-    if me.run == newest.number and me.code == GroupLeft.exit_code:
+    if me.run == run and me.code == GroupLeft.exit_code:
         return None  # the group left in order, for maintenance of the node
     there = {k: beat for k, beat in others.items() if k != me.element}
-    return Join(newest.number) if now >= own.due and working(newest, there) else None
+    return Join(run) if now >= own.due and working(run, there) else None

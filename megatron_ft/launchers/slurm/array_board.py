@@ -77,9 +77,10 @@ class ArrayState:
             self.decisions.append(decision)
 
     def write(self, decision: Decision) -> None:
-        """Writes a decision. Only the first one with a given number counts; :meth:`read` returns it."""
+        """Writes the decision that follows those that were read. Only the first one with its number counts; :meth:`read`
+        returns it."""
         said = {"kind": type(decision).__name__.lower(), **codec.encode_fields(decision)}
-        shared_file.create(self._path(decision.number), json.dumps(said) + "\n")
+        shared_file.create(self._path(len(self.decisions)), json.dumps(said) + "\n")
 
     def _path(self, number: int) -> Path:
         return self._directory / f"decision-{number:04d}.json"

@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_ft.agent import job_restore, join, operator_requests, run_lock
 from megatron_ft.config.schema import FaultToleranceConfig
 from megatron_ft.core.lifecycle import array_policy
+from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers.slurm import commands
 from megatron_ft.launchers.slurm.array_board import ArrayState
@@ -171,7 +172,7 @@ class ArrayTask:
             job = join.find(self._run_dir).job
         except LaunchError:
             return None
-        return self._said if job == self._job(made[-1].number) else None
+        return self._said if job == self._job(len(made) - 1) else None
 
     def _pass_on(self, made: Sequence[array_policy.Decision]) -> None:
         """Stops the run when an element has to release its node."""
@@ -180,7 +181,7 @@ class ArrayTask:
         newest = made[-1] if made else None
         if not told or self._asked or not isinstance(newest, array_policy.Begin):
             return
-        if not array_policy.working(newest, beats):
+        if not array_policy.working(len(made) - 1, beats):
             return
         try:
             operator_requests.stop(self._run_dir, told)
@@ -207,7 +208,7 @@ class ArrayTask:
                 self._join(run)
             case array_policy.GiveBack(why=why, bad=bad):
                 return self._give_back(why, bad)
-            case array_policy.Over(code=code, why=why):
+            case Finish(code=code, why=why):
                 say(f"{why} (exit code {code})")
                 return code
         return None
@@ -274,7 +275,7 @@ class ArrayTask:
 
     def _end_late(self, made: Sequence[array_policy.Decision]) -> None:
         """Kills the agent when it does not end after the run."""
-        if not made or not isinstance(made[-1], array_policy.Over):
+        if not made or not isinstance(made[-1], Finish):
             return
         self._read_record()
         if self._closing:
