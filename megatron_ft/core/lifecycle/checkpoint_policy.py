@@ -96,16 +96,16 @@ def expected_uptime_s(ran_s: float, ends: int, prior_s: float) -> float:
     return (prior_s + ran_s) / (1 + ends)
 
 
-def period_s(save_s: float, uptime_s: float, restart_s: float, *, write_s: float = 0.0) -> float:
-    """Return the period of saves in seconds: :func:`checkpoint_period` within limits.
+def period_s(save_s: float, uptime_s: float, write_s: float) -> float:
+    """Return the period of saves in seconds: :func:`checkpoint_period` within limits, without the time of a restart, which
+    is minutes where the uptime is hours.
 
     Args:
         save_s: time that a save costs *training*, mostly for the copy.
         uptime_s: expected time between two restarts.
-        restart_s: time from an end to the next step, loading included.
         write_s: time for which a save is written in the background; a limit only, because saves do not overlap.
     """
-    best_s = checkpoint_period(save_s, uptime_s, restart_s)
+    best_s = checkpoint_period(save_s, uptime_s, 0.0)
     return max(min(best_s, LONGEST_S), LEAST_SAVES * save_s, write_s)
 
 

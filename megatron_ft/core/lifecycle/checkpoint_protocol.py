@@ -149,7 +149,6 @@ class CheckpointSchedule:
         write_s: time that the last save took in all.
         ran_s: time that the job had run before this start.
         ends: number of starts of the job after an unplanned end.
-        restart_s: time that this start took.
         failed: number of failed attempts in a row.
         late: number of attempts of which a group heard too late.
     """
@@ -159,7 +158,6 @@ class CheckpointSchedule:
     write_s: float = 0.0
     ran_s: float = 0.0
     ends: int = 0
-    restart_s: float = 0.0
     failed: int = 0
     late: int = 0
 
@@ -170,7 +168,7 @@ class CheckpointSchedule:
         if self.save_s is None:
             return FIRST_S
         uptime_s = checkpoint_policy.expected_uptime_s(self.ran_s + here_s, self.ends, PRIOR_S)
-        return checkpoint_policy.period_s(self.save_s, uptime_s, self.restart_s, write_s=self.write_s)
+        return checkpoint_policy.period_s(self.save_s, uptime_s, self.write_s)
 
     def wait_s(self, here_s: float, step_s: float) -> float:
         """Return the seconds from the last attempt to the boundary at which the next one is due."""
