@@ -98,9 +98,10 @@ def _check(run: RunConfig, found: Found) -> None:
     restore.check(run, found.path, meta, but=_KNOWN_BY_SCRIPT)
 
 
-def whole_job(settings: FaultToleranceConfig) -> restart_policy.Limits | None:
-    """Return the limits for restarts of the whole job; None without checkpoints, where it is never started again."""
-    return restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
+def whole_job(settings: FaultToleranceConfig) -> int | None:
+    """Return the starts of the whole job that are allowed in an hour; None without checkpoints, where it is never started
+    again."""
+    return settings.rejoin.restarts_per_hour if settings.checkpoint.directory else None
 
 
 def choose(run: RunConfig, mode: str) -> Origin | None:
@@ -146,7 +147,7 @@ class WholeJob:
         self._anew = config_module.policy_of(run).wipes_out
         self._may = (settings.rejoin.enabled or self._anew) and bool(self._directory)
         self._hosts = hosts
-        self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
+        self._per_hour = settings.rejoin.restarts_per_hour
         self._state = restart_policy.Group(since=time.monotonic())
         self._saved = _newest(self._directory)
 
@@ -163,7 +164,7 @@ class WholeJob:
         if saved != before:  # the job has made progress: no reason to wait longer each time
             self._saved, self._state = saved, replace(self._state, quick=0)
         loss = restart_policy.Loss(self._state.incarnation, "died", "every group was taken down")
-        self._state = restart_policy.lost(self._state, loss, time.monotonic(), self._limits)
+        self._state = restart_policy.lost(self._state, loss, time.monotonic(), self._per_hour)
         if self._state.never:
             say(f"the whole job is not started again: {self._state.never}")
             return False

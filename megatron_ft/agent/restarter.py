@@ -74,7 +74,7 @@ class RestartManager:
         fenced: Callable[[GroupId, int], bool] = lambda group, incarnation: False,
     ) -> None:
         self._client, self._leads, self._shared = client, dict(here), frozenset(shared)
-        self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
+        self._per_hour = settings.rejoin.restarts_per_hour
         self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
         self._returns = settings.rejoin.enabled
         never = "" if self._returns else "fault_tolerance.rejoin.enabled is false"
@@ -269,7 +269,7 @@ class RestartManager:
         before = self._groups[number]
         if loss.incarnation > before.incarnation:  # the leading host was faster than the news
             before = replace(before, incarnation=loss.incarnation, down=False)
-        after = restart_policy.lost(before, loss, self._clock(), self._limits)
+        after = restart_policy.lost(before, loss, self._clock(), self._per_hour)
         if not self._leads[number] and after.down and not before.down:
             after = replace(after, due=None, never=before.never)  # the leading host decides that
         self._groups[number] = after

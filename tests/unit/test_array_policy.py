@@ -28,7 +28,7 @@ from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
 from megatron_ft.launchers.slurm.array_board import SILENT_S, ArrayState
 
-LIMITS = Limits(hosts=3, whole=restart_policy.Limits(per_hour=2))
+LIMITS = Limits(hosts=3, whole=2)
 BEGUN = Begin((0, 1, 2), 0.0)
 
 
@@ -64,7 +64,7 @@ def test_a_returning_element_joins_and_one_on_a_bad_node_is_requeued():
     own = Own(Beat(1, restarts=1, run=0))
     assert act(own, [BEGUN], at_work(0, 2), 0.0, LIMITS) == Join(0)
     for number in range(1, LIMITS.per_node + 1):
-        own = ended(own, replace(own.beat, code=-9), 100.0 * number, number, LIMITS)
+        own = ended(own, replace(own.beat, code=-9), 100.0 * number, number)
         assert act(own, [BEGUN], at_work(0, 2), 100.0 * number, LIMITS) != Join(0), "a moment later only"
     assert act(own, [BEGUN], at_work(0, 2), 1e6, LIMITS) == GiveBack(
         "3 agents have ended there within one job", bad=True
@@ -72,7 +72,7 @@ def test_a_returning_element_joins_and_one_on_a_bad_node_is_requeued():
 
 
 def test_a_refused_element_tries_again_and_one_that_left_in_order_does_not():
-    own = ended(Own(Beat(1, run=0)), Beat(1, run=0, code=LaunchError.exit_code), 0.0, 1, LIMITS)
+    own = ended(Own(Beat(1, run=0)), Beat(1, run=0, code=LaunchError.exit_code), 0.0, 1)
     assert own.failures == 0 and act(own, [BEGUN], at_work(0), 1e6, LIMITS) == Join(0)
     left = Own(Beat(1, run=0, code=GroupLeft.exit_code))
     assert act(left, [BEGUN], at_work(0), 1e6, LIMITS) is None
@@ -129,12 +129,12 @@ def test_elements_that_only_ask_to_be_let_in_never_hold_back_a_new_start(seed):
     fails. The run begins again as soon as enough elements are back and those beats are old.
     """
     rng, count = random.Random(seed), 6
-    limits = Limits(hosts=rng.randint(1, count), whole=restart_policy.Limits(per_hour=10**6))
+    limits = Limits(hosts=rng.randint(1, count), whole=10**6)
     back = {k: rng.randint(1, 60) for k in range(count)}
     old = {k: Beat(k, run=0, runs=True) for k in range(count)}
     own = {k: Own(Beat(k, restarts=1, run=0)) for k in range(count)}
     until: dict[int, int] = {}
-    latest = sorted(back.values())[limits.hosts - 1] + SILENT_S + limits.pauses.first_s + 2.0
+    latest = sorted(back.values())[limits.hosts - 1] + SILENT_S + restart_policy.FIRST_S + 2.0
     for now in range(200):
         there = {k: own[k].beat for k in range(count) if back[k] <= now}
         stale = {k: old[k] for k in range(count) if k not in there and now < SILENT_S}
@@ -145,7 +145,7 @@ def test_elements_that_only_ask_to_be_let_in_never_hold_back_a_new_start(seed):
         assert now <= latest, f"seed {seed}: {own}"
         for k in there:
             if until.get(k) == now:
-                own[k] = ended(own[k], Beat(k, 1, 0, code=7), now, 1, limits)
+                own[k] = ended(own[k], Beat(k, 1, 0, code=7), now, 1)
             elif not own[k].beat.runs and act(own[k], [BEGUN], {**stale, **there}, now, limits) == Join(0):
                 own[k] = replace(own[k], beat=Beat(k, 1, 0, runs=True, asks=True))
                 until[k] = now + rng.randint(2, 40)
@@ -156,7 +156,7 @@ def test_elements_that_only_ask_to_be_let_in_never_hold_back_a_new_start(seed):
 def test_every_random_history_reaches_one_end(seed):
     """Agents and nodes of five elements die at random; once the failures stop, all elements end with 0."""
     rng, now, made, moving = random.Random(seed), 0.0, [], set(range(5))
-    limits = Limits(hosts=rng.randint(1, 4), whole=restart_policy.Limits(per_hour=10**6))
+    limits = Limits(hosts=rng.randint(1, 4), whole=10**6)
     own = {k: Own(Beat(k)) for k in range(5)}
     away: dict[int, float] = {}
     for turn in range(4000):
@@ -178,7 +178,7 @@ def test_every_random_history_reaches_one_end(seed):
                 if isinstance(newest, Finish):
                     own[k] = replace(its, beat=replace(its.beat, runs=False, code=0))
                 elif trouble and rng.random() < 0.05:
-                    own[k] = ended(its, replace(its.beat, runs=False, code=rng.choice([-9, 7])), now, 1, limits)
+                    own[k] = ended(its, replace(its.beat, runs=False, code=rng.choice([-9, 7])), now, 1)
             else:
                 match act(its, made, there, now, limits):
                     case Launch(run=run) | Join(run=run):

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.lifecycle.restart_policy import (
+    FIRST_S,
     HOUR_S,
+    LONGEST_S,
+    WELL_S,
+    WELL_TIMES,
     Group,
-    Limits,
     Loss,
     Seats,
     is_due,
@@ -22,17 +25,17 @@ from megatron_ft.core.lifecycle.restart_policy import (
 from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, View
 
-LIMITS = Limits(per_hour=100)
+PER_HOUR = 100
 FAILED, DIED = "failed", "died"
 
 
-def live_and_die(lives, limits, kind=DIED, begun=True):
+def live_and_die(lives, per_hour, kind=DIED, begun=True):
     """Play a group with these lengths of life and delays of its starts; return (starts, pauses, the group at the
     end)."""
     group, now, starts, pauses = Group(), 0.0, [], []
     for number, (seconds, late) in enumerate(lives):
         now += seconds
-        group = lost(group, Loss(number, kind, f"words {number}", begun), now, limits)
+        group = lost(group, Loss(number, kind, f"words {number}", begun), now, per_hour)
         if group.never:
             return starts, pauses, group
         assert group.due >= now and not is_due(group, group.due - 1e-3) and is_due(group, group.due)
@@ -48,55 +51,55 @@ lives = st.lists(st.tuples(st.floats(0, 4000), st.floats(0, 100)), max_size=40)
 
 @given(lives, st.integers(1, 8), st.sampled_from([FAILED, DIED]))
 def test_a_group_is_never_started_more_often_in_any_hour_than_is_allowed(lives, per_hour, kind):
-    starts, _, _ = live_and_die(lives, Limits(per_hour=per_hour), kind)
+    starts, _, _ = live_and_die(lives, per_hour, kind)
     for last in starts:
         assert sum(last - HOUR_S < start <= last for start in starts) <= per_hour
 
 
-@given(st.lists(st.floats(0, LIMITS.well_s - 1), min_size=1, max_size=20), st.lists(st.sampled_from([FAILED, DIED])))
+@given(st.lists(st.floats(0, WELL_S - 1), min_size=1, max_size=20), st.lists(st.sampled_from([FAILED, DIED])))
 def test_a_group_that_is_soon_lost_again_waits_longer_every_time(seconds, kinds):
     group, now, pauses = Group(), 0.0, []
     for number, lived in enumerate(seconds):
         now += lived
         kind = kinds[number % len(kinds)] if kinds else DIED
-        group = lost(group, Loss(number, kind, f"words {number}"), now, LIMITS)
+        group = lost(group, Loss(number, kind, f"words {number}"), now, PER_HOUR)
         pauses.append(group.due - now)
         assert group.quick == number + 1
         now = group.due
         group = started(group, now)
-    assert pauses[0] <= LIMITS.first_s + 1e-6 and max(pauses) <= LIMITS.longest_s + 1e-6
+    assert pauses[0] <= FIRST_S + 1e-6 and max(pauses) <= LONGEST_S + 1e-6
     assert all(later >= before - 1e-6 for before, later in zip(pauses, pauses[1:], strict=False))
 
 
 def test_the_pauses():
-    died = live_and_die([(1.0, 0.0)] * 9, LIMITS)[1]
-    failed = live_and_die([(1.0, 0.0)] * 9, LIMITS, FAILED)[1]
+    died = live_and_die([(1.0, 0.0)] * 9, PER_HOUR)[1]
+    failed = live_and_die([(1.0, 0.0)] * 9, PER_HOUR, FAILED)[1]
     assert died == pytest.approx([0, 1, 2, 4, 8, 16, 32, 60, 60])
     assert failed == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60, 60]), "its neighbours may fail of the same in a moment"
 
 
 def test_a_good_time_is_a_new_beginning():
-    _, pauses, group = live_and_die([(1.0, 0.0), (1.0, 0.0), (LIMITS.well_s, 0.0), (1.0, 0.0)], LIMITS)
+    _, pauses, group = live_and_die([(1.0, 0.0), (1.0, 0.0), (WELL_S, 0.0), (1.0, 0.0)], PER_HOUR)
     assert pauses == pytest.approx([0, 1, 0, 1]) and group.incarnation == 4
 
 
 @given(st.floats(0.01, 50), st.floats(0, 10), st.integers(1, 5))
 def test_a_group_that_was_a_member_for_long_compared_with_its_return_begins_anew(took, times, before):
     """Both times may be short; a moment as a member, or none, changes nothing."""
-    _, _, group = live_and_die([(1.0, 0.0)] * before, LIMITS)
+    _, _, group = live_and_die([(1.0, 0.0)] * before, PER_HOUR)
     at = group.lost_at + took
     seen = member(member(group, at), at + 1.0)
     assert seen.back == at, "the first sight counts"
     now = at + times * took
-    well = now - at >= LIMITS.well_times * (at - group.lost_at) or now - group.since >= LIMITS.well_s
-    assert lost(seen, Loss(before, DIED, ""), now, LIMITS).quick == (1 if well else before + 1)
-    assert lost(group, Loss(before, DIED, ""), group.since + 1.0, LIMITS).quick == before + 1
+    well = now - at >= WELL_TIMES * (at - group.lost_at) or now - group.since >= WELL_S
+    assert lost(seen, Loss(before, DIED, ""), now, PER_HOUR).quick == (1 if well else before + 1)
+    assert lost(group, Loss(before, DIED, ""), group.since + 1.0, PER_HOUR).quick == before + 1
 
 
 def test_losses_of_an_hour_ago_do_not_count():
-    starts, _, group = live_and_die([(HOUR_S, 0.0)] * 50, Limits(per_hour=1))
+    starts, _, group = live_and_die([(HOUR_S, 0.0)] * 50, 1)
     assert len(starts) == 50 and not group.never
-    starts, _, group = live_and_die([(1.0, 0.0), (HOUR_S - 1, 0.0)], Limits(per_hour=1))
+    starts, _, group = live_and_die([(1.0, 0.0), (HOUR_S - 1, 0.0)], 1)
     assert len(starts) == 1
     for words in ("started again 1 times within an hour", "restarts_per_hour is 1", "words 1", "or allow more"):
         assert words in group.never
@@ -104,24 +107,24 @@ def test_losses_of_an_hour_ago_do_not_count():
 
 @given(lives, st.sampled_from(["left", "ended", "over"]), st.integers(0, 100))
 def test_a_group_that_is_not_wanted_back_stays_away(lives, kind, later):
-    _, _, group = live_and_die(lives, LIMITS)
+    _, _, group = live_and_die(lives, PER_HOUR)
     if group.down:
         return
-    group = lost(group, Loss(group.incarnation, kind, "why"), 1e6, LIMITS)
+    group = lost(group, Loss(group.incarnation, kind, "why"), 1e6, PER_HOUR)
     assert group.never == "why" and not group.pending and not is_due(group, 1e6 + later)
-    again = lost(group, Loss(group.incarnation, DIED, "after all"), 1e6 + later, LIMITS)
+    again = lost(group, Loss(group.incarnation, DIED, "after all"), 1e6 + later, PER_HOUR)
     assert again == group, "the first verdict counts"
 
 
 def test_a_group_that_has_announced_its_leave_does_not_come_back_if_it_is_killed_before():
-    group = lost(never(Group(), "leaves after step 3"), Loss(0, DIED, "SIGKILL"), 5.0, LIMITS)
+    group = lost(never(Group(), "leaves after step 3"), Loss(0, DIED, "SIGKILL"), 5.0, PER_HOUR)
     assert group.down and group.never == "leaves after step 3" and not is_due(group, 1e9)
 
 
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_only_a_verdict_against_the_present_start_counts(present, accused):
     group = replace(Group(), incarnation=present)
-    assert lost(group, Loss(accused, DIED, ""), 1.0, LIMITS).down == (present == accused)
+    assert lost(group, Loss(accused, DIED, ""), 1.0, PER_HOUR).down == (present == accused)
 
 
 def failures(*ends):
@@ -129,7 +132,7 @@ def failures(*ends):
     group, now = Group(), 0.0
     for number, (words, begun) in enumerate(ends):
         now += 1.0
-        group = lost(group, Loss(number, FAILED, words, begun), now, LIMITS)
+        group = lost(group, Loss(number, FAILED, words, begun), now, PER_HOUR)
         if group.never:
             break
         now = group.due

@@ -13,7 +13,7 @@ import pytest
 from megatron_ft.auth import secret
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination.store import ControlStore, Log, listen, serve_on
-from megatron_ft.core.lifecycle import restart_policy, store_failover, supervisor_policy
+from megatron_ft.core.lifecycle import store_failover, supervisor_policy
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.errors import WIPED_OUT, StoreError
 from megatron_ft.launchers import supervisor_loop
@@ -161,8 +161,7 @@ def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node
         60.0: lambda: here.give_up("mft/0/n1/0"),
         LATER_S: ended,
     }
-    whole = restart_policy.Limits(per_hour=2)
-    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=whole)
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=2)
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
     assert own.run() == 0
     assert [name for name in here.steps if name.startswith("mft/")] == ["mft/0/n2/0", "mft/0/n1/0", "mft/1/n1/0"]
@@ -190,7 +189,7 @@ def test_the_end_of_a_start_does_not_end_the_one_after_it(tmp_path, here, monkey
         60.0: wiped_out,
         60.0 + LATER_S: ended,
     }
-    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=restart_policy.Limits(per_hour=2))
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=2)
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
     assert own.run() == 0 and not here.cancelled
     assert sorted(name for name in here.steps if "mft/1/" in name) == ["mft/1/n1/0", "mft/1/n2/0"]

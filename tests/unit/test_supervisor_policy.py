@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.core.lifecycle.supervisor_policy import (
     CancelSteps,
     Drain,
@@ -24,7 +23,7 @@ from megatron_ft.core.lifecycle.supervisor_policy import (
 )
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, StoreError
 
-LIMITS = Limits(whole=restart_policy.Limits(per_hour=2))
+LIMITS = Limits(whole=2)
 NAMES = ("n1", "n2", "n3")
 UP = dict.fromkeys(NAMES, True)
 

@@ -147,13 +147,12 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
             return Requeue({k: beat.restarts for k, beat in seen.beats.items()}, why)
         case Finish() as finish:
             return finish
-    whole = given(limits.whole)
     again = [b.at for a, b in pairwise(made) if isinstance(a, Begin) and isinstance(b, Begin)]
     recent = [at for at in again if at > seen.now - restart_policy.HOUR_S]
-    if len(recent) >= whole.per_hour:
+    if len(recent) >= given(limits.whole):
         why = f"it was begun again {len(recent)} times within an hour, and fault_tolerance.rejoin.restarts_per_hour is "
-        return Finish(WIPED_OUT, f"the whole run is lost: {why}{whole.per_hour}")
-    due = run.at + restart_policy.pause_s(len(recent) + 1, limits.pauses)
+        return Finish(WIPED_OUT, f"the whole run is lost: {why}{limits.whole}")
+    due = run.at + restart_policy.pause_s(len(recent) + 1)
     return _begin(_ready(seen, run), seen, limits) if seen.now >= due else None
 
 
@@ -216,14 +215,14 @@ class Own:
     due: float = 0.0
 
 
-def ended(own: Own, beat: Beat, now: float, quick: int, limits: Limits) -> Own:
+def ended(own: Own, beat: Beat, now: float, quick: int) -> Own:
     """Return the element's state after its agent has ended with ``beat.code``.
 
     An agent that was taken down (a signal) or broke (code 1) counts against the node; other codes concern the run,
     whose state is looked at again after a pause. ``quick``: number of such ends in a row.
     """
     broke = beat.code is not None and (beat.code < 0 or beat.code == 1 or beat.code >= _SIGNALLED)
-    return Own(beat, own.failures + broke, now + restart_policy.pause_s(quick + 1, limits.pauses))
+    return Own(beat, own.failures + broke, now + restart_policy.pause_s(quick + 1))
 
 
 def act(

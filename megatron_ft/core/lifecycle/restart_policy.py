@@ -28,6 +28,11 @@ from megatron_ft.errors import GroupLeft, InvariantBroken, RunStopped, StartOver
 from megatron_ft.types import Exit, GroupId, View
 
 HOUR_S = 3600.0
+FIRST_S, LONGEST_S = 1.0, 60.0
+"""The first pause before a start and the longest one, in seconds; each further one is twice as long."""
+WELL_S, WELL_TIMES = 600.0, 4.0
+"""The pauses begin anew after a group has lived for this number of seconds, or has been a member again for this multiple of
+the duration of its return: its return has then paid off, however short the steps are."""
 _DOUBLINGS = 30
 """The largest number of doublings of a pause, against overflow: the longest pause is reached long before."""
 
@@ -39,26 +44,6 @@ run does."""
 
 WANTED: frozenset[Kind] = frozenset({"left", "ended", "over"})
 """The kinds of loss after which a group does not come back."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of restarts. The pauses begin anew after a group has lived for ``well_s``, or has been a member again
-    for ``well_times`` the duration of its return: its return has then paid off, however short the steps are.
-
-    Attributes:
-        per_hour: starts of one group in any hour, the very first not counted.
-        first_s: first pause, in seconds; each further one is twice as long.
-        longest_s: the longest pause, in seconds.
-        well_s: lifetime in seconds after which the pauses begin anew.
-        well_times: multiple of the duration of the return after which they do.
-    """
-
-    per_hour: int = 6
-    first_s: float = 1.0
-    longest_s: float = 60.0
-    well_s: float = 600.0
-    well_times: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -112,32 +97,33 @@ class Group:
         return self.down and not self.never
 
 
-def lost(group: Group, loss: Loss, now: float, limits: Limits) -> Group:
-    """Take in the loss of an incarnation; the first verdict against it counts."""
+def lost(group: Group, loss: Loss, now: float, per_hour: int) -> Group:
+    """Take in the loss of an incarnation; the first verdict against it counts. ``per_hour``: the starts that are allowed in
+    any hour, the very first not counted."""
     if loss.incarnation != group.incarnation or group.down:
         return group
     words = loss.why if loss.kind == "failed" and not loss.begun else None
-    quick = 0 if _lived_well(group, now, limits) else group.quick
-    due = now + pause_s(quick + (loss.kind == "failed"), limits)
+    quick = 0 if _lived_well(group, now) else group.quick
+    due = now + pause_s(quick + (loss.kind == "failed"))
     again = tuple(start for start in group.again if start > due - HOUR_S)
     down = replace(group, down=True, due=due, again=again, quick=quick + 1, words=words, lost_at=now)
-    return replace(down, never=group.never or _refusal(down, group.words, loss, limits))
+    return replace(down, never=group.never or _refusal(down, group.words, loss, per_hour))
 
 
-def _lived_well(group: Group, now: float, limits: Limits) -> bool:
-    if now - group.since >= limits.well_s:
+def _lived_well(group: Group, now: float) -> bool:
+    if now - group.since >= WELL_S:
         return True
-    return group.back is not None and now - group.back >= limits.well_times * (group.back - group.lost_at)
+    return group.back is not None and now - group.back >= WELL_TIMES * (group.back - group.lost_at)
 
 
-def pause_s(doublings: int, limits: Limits) -> float:
-    """Return the pause in seconds: 0 the first time, then ``first_s``, twice that, ..."""
+def pause_s(doublings: int) -> float:
+    """Return the pause in seconds: 0 the first time, then ``FIRST_S``, twice that, ..."""
     if not doublings:
         return 0.0
-    return min(limits.first_s * 2.0 ** min(doublings - 1, _DOUBLINGS), limits.longest_s)
+    return min(FIRST_S * 2.0 ** min(doublings - 1, _DOUBLINGS), LONGEST_S)
 
 
-def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits) -> str:
+def _refusal(group: Group, words_before: str | None, loss: Loss, per_hour: int) -> str:
     """Return why the group is not started again; empty if it is."""
     if loss.kind in WANTED:
         return loss.why
@@ -146,10 +132,10 @@ def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits)
             f"it has failed before its first step twice, in the same words: {loss.why}; it would again: correct that, then "
             f"start the run again to have the group back"
         )
-    if len(group.again) >= limits.per_hour:
+    if len(group.again) >= per_hour:
         return (
             f"it was started again {len(group.again)} times within an hour, and fault_tolerance.rejoin.restarts_per_hour is "
-            f"{limits.per_hour}; the last time it was lost: {loss.why}; see in its log what takes it down, or allow more"
+            f"{per_hour}; the last time it was lost: {loss.why}; see in its log what takes it down, or allow more"
         )
     return ""
 

@@ -36,16 +36,15 @@ class Limits:
         per_node: number of failures after which a node gets no further step and is to be drained.
         stop_before_s: seconds before the end of the job's time at which the run is stopped.
         grace_s: seconds for which steps may go on when the run is over.
-        whole: limits for starting the whole job again, when all groups are lost and there are checkpoints; None: never.
-        pauses: the pauses before another start on a node.
+        whole: starts of the whole job that are allowed in any hour, the very first not counted, when all groups are lost and
+            there are checkpoints; None: it is never started again.
         patience_s: seconds for which an agent waits for a control store.
     """
 
     per_node: int = 3
     stop_before_s: float = 300.0
     grace_s: float = 15.0
-    whole: restart_policy.Limits | None = None
-    pauses: restart_policy.Limits = restart_policy.Limits()
+    whole: int | None = None
     patience_s: float = 60.0
 
     @property
@@ -229,14 +228,12 @@ def _node(job: Job, name: str, node: Node, seen: Seen, limits: Limits) -> tuple[
             node = replace(node, step="", due=None, excused=node.excused + 1, gave_up=seen.now)
         else:
             failures = node.failures + 1
-            node = replace(
-                node, step="", failures=failures, due=seen.now + restart_policy.pause_s(failures, limits.pauses)
-            )
+            node = replace(node, step="", failures=failures, due=seen.now + restart_policy.pause_s(failures))
             if failures >= limits.per_node:
                 actions.append(Drain(name, f"megatron_ft: {failures} agents have ended there within one job"))
                 node = replace(node, due=None)
     if node.gave_up is not None and node.due is None and job.heard_at is not None and job.heard_at > node.gave_up:
-        node = replace(node, due=node.gave_up + restart_policy.pause_s(node.excused, limits.pauses))
+        node = replace(node, due=node.gave_up + restart_policy.pause_s(node.excused))
     if node.due is not None and seen.now >= node.due and seen.up.get(name) and not job.stopping:
         actions.append(StartSpare(name, node.failures + node.excused))
         node = replace(node, due=None)
@@ -268,13 +265,13 @@ def _over(job: Job, seen: Seen, running: tuple[str, ...], limits: Limits) -> tup
     return (job, [ending]) if ending is not None else _start_over(job, seen, given(limits.whole))
 
 
-def verdict(code: int | None, stopping: str, whole: restart_policy.Limits | None) -> Requeue | Finish | None:
+def verdict(code: int | None, stopping: str, whole: int | None) -> Requeue | Finish | None:
     """Return how a job ends whose run is over; None: the whole job is to be started again.
 
     Args:
         code: exit code of the run by its record; None if the record has none.
         stopping: reason for which the run was stopped, to go on later; empty if it was not.
-        whole: limits for starting the whole job again; None: never.
+        whole: as in :class:`Limits`.
     """
     if code == 0:
         return Finish(0, "the run has got to its end")
@@ -289,10 +286,9 @@ def verdict(code: int | None, stopping: str, whole: restart_policy.Limits | None
     return None
 
 
-def _start_over(job: Job, seen: Seen, limits: restart_policy.Limits) -> tuple[Job, list[Action]]:
-    whole = restart_policy.lost(
-        job.whole, restart_policy.Loss(job.whole.incarnation, "died", "no group is left"), seen.now, limits
-    )
+def _start_over(job: Job, seen: Seen, per_hour: int) -> tuple[Job, list[Action]]:
+    loss = restart_policy.Loss(job.whole.incarnation, "died", "no group is left")
+    whole = restart_policy.lost(job.whole, loss, seen.now, per_hour)
     if whole.never:
         return replace(job, whole=whole), [Finish(WIPED_OUT, f"the whole job is not started again: {whole.never}")]
     if not restart_policy.is_due(whole, seen.now):

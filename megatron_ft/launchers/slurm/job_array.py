@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_ft.agent import job_restore, join, operator_requests, run_lock
 from megatron_ft.config.schema import FaultToleranceConfig
-from megatron_ft.core.lifecycle import array_policy
+from megatron_ft.core.lifecycle import array_policy, restart_policy
 from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers.slurm import commands
@@ -267,10 +267,10 @@ class ArrayTask:
 
     def _buried(self, code: int) -> None:
         self._agent = None
-        self._quick = 0 if time.monotonic() - self._since > self._limits.pauses.longest_s else self._quick + 1
+        self._quick = 0 if time.monotonic() - self._since > restart_policy.LONGEST_S else self._quick + 1
         beat = replace(self._own.beat, runs=False, asks=False, code=None if self._killed else code)
         self._killed = False
-        self._own = array_policy.ended(self._own, beat, time.time(), self._quick, self._limits)
+        self._own = array_policy.ended(self._own, beat, time.time(), self._quick)
         self._looked_at = -float("inf")
 
     def _end_late(self, made: Sequence[array_policy.Decision]) -> None:
