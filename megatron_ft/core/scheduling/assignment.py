@@ -347,18 +347,19 @@ def _fill(
     the next of the rest."""
     keeps = [min(limit, per_shard) if group < shards else 0 for group, limit in zip(members, limits, strict=True)]
     counts = {group: {group: keep} if keep else {} for group, keep in zip(members, keeps, strict=True)}
-    kept = dict(zip(members, keeps, strict=True))
-    waiting = [((n + 1) / v, g, n, v, limit) for g, n, v, limit in zip(members, keeps, speed, limits, strict=True)]
-    waiting = [entry for entry in waiting if entry[2] < entry[4]]
+    loads, pace = dict(zip(members, keeps, strict=True)), dict(zip(members, speed, strict=True))
+    room = dict(zip(members, limits, strict=True))
+    rest = [shard for shard in range(shards) for _ in range(per_shard - loads.get(shard, 0))]
+    waiting = [((loads[group] + 1) / pace[group], group) for group in members if loads[group] < room[group]]
     heapify(waiting)
-    for shard in range(shards):
-        for _ in range(per_shard - kept.get(shard, 0)):
-            _, group, load, pace, limit = waiting[0]
-            counts[group][shard] = counts[group].get(shard, 0) + 1
-            if load + 1 < limit:
-                heapreplace(waiting, ((load + 2) / pace, group, load + 1, pace, limit))
-            else:
-                heappop(waiting)
+    for shard in rest:
+        _, group = waiting[0]
+        counts[group][shard] = counts[group].get(shard, 0) + 1
+        loads[group] += 1
+        if loads[group] < room[group]:
+            heapreplace(waiting, ((loads[group] + 1) / pace[group], group))
+        else:
+            heappop(waiting)
     return counts
 
 
@@ -450,14 +451,10 @@ def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement)
     hosts = placement.host_table[shards]
     position = np.full(max(hosts.max(initial=0), members[-1]) + 1, -1, dtype=np.int64)
     position[list(members)] = np.arange(len(members))
-    columns = position[hosts]
+    beyond = members[bisect_left(members, placement.groups) :]  # on top of the first N
+    more = [np.where(np.isin(shards, placement.stack(group)), position[group], -1) for group in beyond]
+    columns = np.column_stack([position[hosts], *more])
     rows, places = np.nonzero(columns >= 0)
     columns = columns[rows, places]
-    if beyond := members[bisect_left(members, placement.groups) :]:  # on top of the first N
-        for group in beyond:
-            more = np.flatnonzero(np.isin(shards, placement.stack(group)))
-            rows, columns = np.append(rows, more), np.append(columns, np.full(len(more), position[group]))
-        order = np.argsort(rows, kind="stable")
-        rows, columns = rows[order], columns[order]
     anybody = np.flatnonzero(np.bincount(rows, minlength=len(shards)) == 0)
     return maxflow.Edges(rows, columns, anybody)
