@@ -5,7 +5,8 @@
 """
 
 from megatron_ft.core.scheduling.policies.drop import Drop
-from megatron_ft.core.scheduling.policies.policy_port import Batch, Policy
+from megatron_ft.core.scheduling.policies.policy_port import Batch as Batch
+from megatron_ft.core.scheduling.policies.policy_port import Policy as Policy
 from megatron_ft.core.scheduling.policies.recover import Recover
 from megatron_ft.core.scheduling.policies.replication import Replication
 from megatron_ft.core.scheduling.policies.restart import Restart
@@ -18,20 +19,6 @@ STACKED_QUOTA, SPARE, RECOVER, REPLICATION, DROP, RESTART = POLICIES = (
 """The names of the policies, as ``fault_tolerance.policy`` has them."""
 SLACK = "slack"
 """A value of ``fault_tolerance.standby``: ``stacked_quota`` with copies in the slack."""
-
-__all__ = [
-    "DROP",
-    "POLICIES",
-    "RECOVER",
-    "REPLICATION",
-    "RESTART",
-    "SLACK",
-    "SPARE",
-    "STACKED_QUOTA",
-    "Batch",
-    "Policy",
-    "policy",
-]
 
 
 def policy(name: str, *, copies: int = 2, slack: bool = False) -> Policy:
