@@ -20,7 +20,7 @@ def report(position: int, *calls: Call, members=None, **more) -> Report:
     for call in calls:
         if not call.p2p:
             entered[call.group] = max(call.number, entered.get(call.group, 0))
-    return Report(position, 100 + position, calls=calls, entered=entered, members=members, labels=LABELS, **more)
+    return Report(position, 100 + position, calls=calls, entered=entered, members=members or {}, labels=LABELS, **more)
 
 
 def reports(*several: Report) -> dict[int, Report]:

@@ -17,7 +17,7 @@ no point-to-point operations end in their order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_ft.core.detection.rank_health import LEARNED, LOOK_S, learned_limit
 
@@ -128,9 +128,9 @@ class Report:
     host: str = ""
     host_rank: int | None = None
     calls: tuple[Call, ...] = ()
-    entered: Mapping[str, int] | None = None
-    members: Mapping[str, tuple[int, ...]] | None = None
-    labels: Mapping[str, str] | None = None
+    entered: Mapping[str, int] = field(default_factory=dict)
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     excuse: str = ""
 
     @property
@@ -139,7 +139,7 @@ class Report:
         return next(iter(unended(self.calls)), None)
 
     def has_entered(self, call: Call) -> bool:
-        return (self.entered or {}).get(call.group, 0) >= call.number
+        return self.entered.get(call.group, 0) >= call.number
 
 
 def unended(calls: Iterable[Call]) -> list[Call]:
@@ -186,7 +186,7 @@ def find(reports: Mapping[int, Report], size: int) -> Finding | None:
     waits = {position: call for position, report in sorted(reports.items()) if (call := report.waits_in) is not None}
     if not waits:
         return None
-    label = {group: name for report in reports.values() for group, name in (report.labels or {}).items()}
+    label = {group: name for report in reports.values() for group, name in report.labels.items()}
     return (
         _mismatch(reports, waits, label)
         or _missing(reports, waits, size, label)
@@ -196,10 +196,8 @@ def find(reports: Mapping[int, Report], size: int) -> Finding | None:
 
 
 def _members(reports: Mapping[int, Report], group: str, size: int) -> tuple[int, ...]:
-    return next(
-        (report.members[group] for report in reports.values() if report.members and group in report.members),
-        tuple(range(size)),
-    )
+    known = (report.members[group] for report in reports.values() if group in report.members)
+    return next(known, tuple(range(size)))
 
 
 def _lacking(reports: Mapping[int, Report], position: int, call: Call, size: int) -> set[int]:
