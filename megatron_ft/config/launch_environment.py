@@ -61,10 +61,10 @@ class JobEnvironment:
 @dataclass(frozen=True)
 class _Environment:
     """A row of the table. ``signs``: variables that are all set in this environment; a sign may be a function that
-    returns "" in other environments."""
+    returns "" in other environments. Without signs ``hosts`` is the one."""
 
     name: str
-    signs: tuple[_Value, ...]
+    signs: tuple[_Value, ...] = ()
     hosts: _Value = ""
     rank: _Value = ""
     processes: _Value = ""
@@ -89,7 +89,7 @@ def find(environ: Environ) -> JobEnvironment | None:
 
 
 def _applies(row: _Environment, environ: Environ) -> bool:
-    return all(_value(sign, environ) for sign in row.signs)
+    return all(_value(sign, environ) for sign in row.signs or (row.hosts,))
 
 
 def of(name: str, environ: Environ) -> JobEnvironment | None:
@@ -325,7 +325,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="mpirun of Open MPI",
-        signs=("OMPI_COMM_WORLD_SIZE",),
         hosts="OMPI_COMM_WORLD_SIZE",
         rank="OMPI_COMM_WORLD_RANK",
         processes="OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -334,7 +333,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="mpirun of MVAPICH",
-        signs=("MV2_COMM_WORLD_SIZE",),
         hosts="MV2_COMM_WORLD_SIZE",
         rank="MV2_COMM_WORLD_RANK",
         processes="MV2_COMM_WORLD_LOCAL_SIZE",
@@ -343,7 +341,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="jsrun",
-        signs=("JSM_NAMESPACE_SIZE",),
         hosts="JSM_NAMESPACE_SIZE",
         rank="JSM_NAMESPACE_RANK",
         processes="JSM_NAMESPACE_LOCAL_SIZE",
@@ -378,7 +375,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="SageMaker",
-        signs=(_sagemaker("hosts"),),
         hosts=_sagemaker("hosts"),
         rank=_sagemaker("rank"),
         job=("TRAINING_JOB_NAME",),
@@ -387,7 +383,6 @@ _NUMBERED = (
     *(
         _Environment(
             name=f"{service} ({variable})",
-            signs=(_cluster(variable, "hosts"),),
             hosts=_cluster(variable, "hosts"),
             rank=_cluster(variable, "rank"),
             first=_cluster(variable, "first"),
@@ -397,7 +392,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="AWS Batch",
-        signs=("AWS_BATCH_JOB_NUM_NODES",),
         hosts="AWS_BATCH_JOB_NUM_NODES",
         rank="AWS_BATCH_JOB_NODE_INDEX",
         job=(_head("AWS_BATCH_JOB_ID", "#"), "AWS_BATCH_JOB_ATTEMPT"),
@@ -405,7 +399,6 @@ _NUMBERED = (
     ),
     _Environment(
         name="Azure ML",
-        signs=("AZUREML_NODE_COUNT",),
         hosts="AZUREML_NODE_COUNT",
         rank="NODE_RANK|AZ_BATCHAI_TASK_INDEX",
         processes=_azure_processes,
@@ -415,21 +408,18 @@ _NUMBERED = (
     ),
     _Environment(
         name="a LeaderWorkerSet of Kubernetes",
-        signs=("LWS_GROUP_SIZE",),
         hosts="LWS_GROUP_SIZE",
         rank="LWS_WORKER_INDEX",
         first="LWS_LEADER_ADDRESS",
     ),
     _Environment(
         name="SkyPilot",
-        signs=("SKYPILOT_NUM_NODES",),
         hosts="SKYPILOT_NUM_NODES",
         rank="SKYPILOT_NODE_RANK",
         first=_head("SKYPILOT_NODE_IPS", "\n"),
     ),
     _Environment(
         name="dstack",
-        signs=("DSTACK_NODES_NUM",),
         hosts="DSTACK_NODES_NUM",
         rank="DSTACK_NODE_RANK",
         first="DSTACK_MASTER_NODE_IP",
@@ -481,10 +471,9 @@ _UNNUMBERED = (
         hosts="NHOSTS",
         remedy="start it with mpirun, one process for each host",
     ),
-    _Environment(name="OAR", signs=(_lines("OAR_NODEFILE"),), hosts=_lines("OAR_NODEFILE")),
+    _Environment(name="OAR", hosts=_lines("OAR_NODEFILE")),
     _Environment(
         name="Azure Batch",
-        signs=(_listed("AZ_BATCH_HOST_LIST|AZ_BATCH_NODE_LIST"),),
         hosts=_listed("AZ_BATCH_HOST_LIST|AZ_BATCH_NODE_LIST"),
     ),
     # A launcher over PMIx passes the number of its processes through the library alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ft.types import Microbatch, View
@@ -141,6 +141,7 @@ def complete_sum(step: int, shards: int, per_shard: int, most: int) -> int:
 
 def check_commits(lines: Lines) -> list[str]:
     """Return the violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words."""
+    checks: list[Callable[[Lines], Iterable[str]]]
     checks = [_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end]
     checks += [_whole_checkpoints, _shrunk, _no_step_after_a_wipe_out, _right_groups_stay, _wrong_groups_stay_out]
     return [violation for check in checks for violation in check(lines)]
@@ -166,18 +167,14 @@ def wiped_out(begin: Mapping[str, Any], view: View) -> bool:
     return hosts == "everybody" or any(not set(able) & set(view.live) for able in hosts)
 
 
-def _once_each(lines: Lines) -> list[str]:
+def _once_each(lines: Lines) -> Iterator[str]:
     """Every committed step counts every microbatch exactly once, in every bucket."""
     shards, sizes = lines[0]["groups"], lines[0]["microbatches"]
-    found = []
     for line in _of(lines, "commit") if not lines[0].get("shrinks") else ():
         expected = complete_sum(line["step"], shards, sizes[line["step"]], max(sizes))
-        wrong = [bucket for bucket, got in enumerate(line["sums"]) if got != expected]
-        found += [
-            f"{_who(line)} commits step {line['step']} with bucket {bucket}: {_in_words(line['sums'][bucket], expected)}"
-            for bucket in wrong
-        ]
-    return found
+        for bucket, got in enumerate(line["sums"]):
+            if got != expected:
+                yield f"{_who(line)} commits step {line['step']} with bucket {bucket}: {_in_words(got, expected)}"
 
 
 def _in_words(got: int, expected: int) -> str:
@@ -202,7 +199,7 @@ def _one_gradient(lines: Lines) -> list[str]:
     return [f"before step {step} the model is {sorted(found)}" for (step, _), found in models.items() if len(found) > 1]
 
 
-def _whole_checkpoints(lines: Lines) -> list[str]:
+def _whole_checkpoints(lines: Lines) -> Iterator[str]:
     """All parts of an attempt to save have one state, that of its step, and were copied from it in one epoch."""
     committed: dict[int, set[str]] = {}
     for line in _of(lines, "commit"):
@@ -210,68 +207,57 @@ def _whole_checkpoints(lines: Lines) -> list[str]:
     attempts: dict[str, list[Mapping[str, Any]]] = {}
     for line in _of(lines, "part"):
         attempts.setdefault(line["attempt"], []).append(line)
-    found = []
     for attempt, parts in attempts.items():
         if any(line["params"].startswith(WRONG) for line in parts):
             continue  # its writers' checksums differ, and no checkpoint is made of them
         if len({(line["step"], line["epoch"], line["params"]) for line in parts}) > 1:
-            found.append(f"checkpoint {attempt} has parts of different states: {parts}")
-        found += [
-            f"checkpoint {attempt} of step {line['step']} has a part of another state, from {_who(line)}"
-            for line in parts
-            if line["params"] not in committed.get(line["step"], ())
-        ]
-    return found
+            yield f"checkpoint {attempt} has parts of different states: {parts}"
+        for line in parts:
+            if line["params"] not in committed.get(line["step"], ()):
+                yield f"checkpoint {attempt} of step {line['step']} has a part of another state, from {_who(line)}"
 
 
-def _one_speed(lines: Lines) -> list[str]:
+def _one_speed(lines: Lines) -> Iterator[str]:
     """All groups that commit a step under the same view have planned it with the same measured speeds."""
     known: dict[tuple[int, int], Any] = {}
-    found = []
     for line in _of(lines, "commit"):
         speeds = line.get("speeds")
         first = known.setdefault((line["epoch"], line["step"]), speeds)
         if speeds != first:
-            found.append(f"{_who(line)} commits step {line['step']} with the speeds {speeds}, others with {first}")
-    return found
+            yield f"{_who(line)} commits step {line['step']} with the speeds {speeds}, others with {first}"
 
 
-def _one_view_an_epoch(lines: Lines) -> list[str]:
+def _one_view_an_epoch(lines: Lines) -> Iterator[str]:
     """No two views have the same epoch: each is written once, in order, and every group adopts the one that stands."""
     written: dict[int, View] = {}
-    found = []
     for line in _of(lines, "view"):
         if line["epoch"] != len(written):
-            found.append(f"view {line['epoch']} is written when {len(written)} are there")
+            yield f"view {line['epoch']} is written when {len(written)} are there"
         written.setdefault(line["epoch"], View.from_json(line))
     for line in _of(lines, "adopt", "enter"):
         view = View.from_json(line["view"])
         if view != written.get(view.epoch):
-            found.append(f"{_who(line)} adopts a view {view.epoch} that does not stand")
-    return found
+            yield f"{_who(line)} adopts a view {view.epoch} that does not stand"
 
 
-def _right_view(lines: Lines) -> list[str]:
+def _right_view(lines: Lines) -> Iterator[str]:
     """A group that commits has a seat in its view, and goes no further than that view's successor does."""
     views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
-    found = []
     for line in _of(lines, "commit"):
         view, later = views[line["epoch"]], views.get(line["epoch"] + 1)
         if not view.seats(line["group"], line["incarnation"]):
-            found.append(f"{_who(line)} commits step {line['step']} outside of view {view.epoch}")
+            yield f"{_who(line)} commits step {line['step']} outside of view {view.epoch}"
         if later is not None and later.live and line["step"] > later.step:
-            found.append(
+            yield (
                 f"{_who(line)} commits step {line['step']} under view {view.epoch}, view {later.epoch} is at {later.step}"
             )
-    return found
 
 
-def _in_step(lines: Lines) -> list[str]:
+def _in_step(lines: Lines) -> Iterator[str]:
     """Every incarnation commits step after step, and the living members of a view are never more than one apart."""
     views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
     at: dict[tuple[int, int], int] = {}
     gone: set[tuple[int, int]] = set()
-    found = []
     for line in _of(lines, "enter", "commit", "state", "dead", "stop"):
         me = (line["group"], line["incarnation"])
         if line["event"] == "enter":
@@ -283,32 +269,28 @@ def _in_step(lines: Lines) -> list[str]:
             at[me] = line["step"]
         else:
             if at.get(me) != line["step"]:
-                found.append(f"{_who(line)} commits step {line['step']}, it is at {at.get(me)}")
+                yield f"{_who(line)} commits step {line['step']}, it is at {at.get(me)}"
             at[me] = line["step"] + 1
             view = views[line["epoch"]]
             seats = set(view.members) & at.keys()
             behind = sorted(seat for seat in seats - gone if at[seat] < line["step"])
-            found += [f"{_who(line)} commits step {line['step']}, group {g} is at {at[g, n]}" for g, n in behind]
-    return found
+            yield from (f"{_who(line)} commits step {line['step']}, group {g} is at {at[g, n]}" for g, n in behind)
 
 
-def _good_stops(lines: Lines) -> list[str]:
+def _good_stops(lines: Lines) -> Iterator[str]:
     """A group stops only because a view leaves it out or is too small to go on with, or before it had the model."""
     views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
-    found = []
     for line in _of(lines, "stop"):
         view = views.get(line["epoch"] + 1)
         if view is None or not view.seats(line["group"], line["incarnation"]) or line["reason"] == DIFFERS:
             continue
         if len(view.live) >= lines[0]["min_groups"] and line["synced"] and not wiped_out(lines[0], view):
-            found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
-    return found
+            yield f"{_who(line)} stops although it has a seat: {line['reason']}"
 
 
-def _shrunk(lines: Lines) -> list[str]:
+def _shrunk(lines: Lines) -> Iterator[str]:
     """Where the batch shrinks, a committed step counts every shard once or not at all, the same in all buckets."""
     shards, sizes = lines[0]["groups"], lines[0]["microbatches"]
-    found = []
     for line in _of(lines, "commit") if lines[0].get("shrinks") else ():
         per_shard, most = sizes[line["step"]], max(sizes)
         whole = [
@@ -317,8 +299,7 @@ def _shrunk(lines: Lines) -> list[str]:
         ]
         left = line["sums"][0] - sum(part for part in whole if part & line["sums"][0] == part)
         if left or len(set(line["sums"])) > 1:
-            found.append(f"{_who(line)} commits step {line['step']} with parts of shards: {line['sums']}")
-    return found
+            yield f"{_who(line)} commits step {line['step']} with parts of shards: {line['sums']}"
 
 
 def _no_step_after_a_wipe_out(lines: Lines) -> list[str]:
@@ -338,7 +319,7 @@ def _right_groups_stay(lines: Lines) -> list[str]:
     return [f"{_who(line)} leaves in step {line['step']} although its state is right" for line in left]
 
 
-def _wrong_groups_stay_out(lines: Lines) -> list[str]:
+def _wrong_groups_stay_out(lines: Lines) -> Iterator[str]:
     """A group that enters with another state does not commit that step beside a living group with the right one. If no such
     group lives any more, no state is left to compare with."""
     gone = {(line["group"], line["incarnation"]): line["t"] for line in _of(lines, "dead", "stop") if "t" in line}
@@ -348,13 +329,11 @@ def _wrong_groups_stay_out(lines: Lines) -> list[str]:
     for line in _of(lines, "commit"):
         if not line["params"].startswith(WRONG):
             right[line["step"]].add((line["group"], line["incarnation"]))
-    found = []
     for line in _of(lines, "commit"):
         seat, step = (line["group"], line["incarnation"]), line["step"]
         enters = line["incarnation"] and entered.get(seat) == step and taken.get((*seat, step), "").startswith(WRONG)
         if enters and any(gone.get(other, line["t"]) >= line["t"] for other in right[step]):
-            found.append(f"{_who(line)} enters in step {step} with another state")
-    return found
+            yield f"{_who(line)} enters in step {step} with another state"
 
 
 def check_nobody_left_out(lines: Lines) -> list[str]:
