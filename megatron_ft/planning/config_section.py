@@ -50,8 +50,7 @@ def choose(
         why = refused(candidate)
         if why is None:
             # What the section cannot say: where its values come from, and what has to be decided beside it.
-            hints += [_of_period(cluster, estimate), _of_min_groups(cluster, estimate), _of_spares(cluster)]
-            return candidate, [*hints, _of_job(cluster, estimate)]
+            return candidate, [*hints, _of_period(cluster, estimate), _of_spares(cluster), _of_job(cluster, estimate)]
         if not hints:
             hints.append(f"this version cannot run {label(estimate)} ({why})")
     return None, hints
@@ -69,14 +68,6 @@ def spare_nodes(cluster: Cluster, repair_hours: float) -> int:
     return spares
 
 
-def fewest_groups(cluster: Cluster) -> int:
-    """Return the number of live groups below which a restart with all groups beats waiting for those that come back."""
-    down_s = cluster.checkpoint_s + cluster.restart_s
-    if cluster.rejoin_s is None or cluster.rejoin_s <= down_s:
-        return 1
-    return max(1, int(cluster.groups * (1 - down_s / cluster.rejoin_s)))
-
-
 def _of_period(cluster: Cluster, estimate: Estimate) -> str:
     period = f"checkpoint.period_s: every {duration(estimate.period_s)}"
     run = f"the run's {duration(cluster.failure_free_s)} ({cluster.steps:,} steps)"
@@ -89,22 +80,6 @@ def _of_period(cluster: Cluster, estimate: Estimate) -> str:
     else:
         why = f"insures against one end of the job, as none is expected in {run}; a longer run has a longer period"
     return f"{period}: {why}. 'auto' measures all this in the run"
-
-
-def _of_min_groups(cluster: Cluster, estimate: Estimate) -> str:
-    fewest = fewest_groups(cluster)
-    if estimate.policy == "restart":
-        return "min_groups: 1; with restart any loss ends the attempt"
-    if estimate.policy != "stacked_quota_rejoin":
-        left = cluster.groups - int(min(estimate.endured, cluster.groups))
-        return f"min_groups: 1; a restart on purpose is worth it with {left} of {cluster.groups} groups left"
-    if fewest == 1:
-        return "min_groups: 1; with few groups, too, waiting for the others is faster than a restart of the job"
-    return (
-        f"min_groups: 1; with fewer than {fewest} of {cluster.groups} groups, a restart of the job that brings all back "
-        f"({duration(cluster.checkpoint_s + cluster.restart_s)}) is faster than waiting for them "
-        f"({duration(cluster.rejoin_s or 0)})"
-    )
 
 
 def _of_spares(cluster: Cluster) -> str:

@@ -8,11 +8,11 @@ from math import ceil, inf, isfinite, sqrt
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ft.core.replication.placement import largest_redundancy, optimal_redundancy
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms, quotas
+from megatron_ft.planning.closed_forms import Floats
 from megatron_ft.planning.cluster import Cluster, check_redundancy
 from megatron_ft.utils.durations import duration
 
@@ -213,7 +213,7 @@ def _either_s(one_s: float, other_s: float) -> float:
     return 1 / rate if rate else inf
 
 
-def _best_cycle(cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64]) -> tuple[int, float]:
+def _best_cycle(cluster: Cluster, stacks: Floats, patches: Floats) -> tuple[int, float]:
     """Return the number of failures after which a planned restart is worth it, and the mean speed with it."""
     step_s = _step_s(cluster, stacks, patches, cluster.reconfigure_s)
     return quotas.best_restart(cluster.step_s / step_s, (cluster.checkpoint_s + cluster.restart_s) / cluster.mtbf_s)
@@ -225,34 +225,26 @@ def _insured_s(cluster: Cluster, slowdown: float) -> float:
     return max(run_s, cluster.mtbf_s) if isfinite(run_s) else cluster.mtbf_s
 
 
-def _quota_states(cluster: Cluster, states: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _quota_states(cluster: Cluster, states: int) -> tuple[Floats, Floats]:
     """Return load and patch in stacks with k = 0 .. states-1 absent groups. The last group has no patch."""
     N, G, k = cluster.groups, cluster.microbatches, np.arange(states)
     patches = np.append(quotas.patch(N, G, k[: N - 1]), np.zeros(max(0, states - (N - 1))))
     return quotas.quota(N, G, k) / G, patches / G
 
 
-def _hosted_loads(cluster: Cluster, r: int, states: int, known: int) -> NDArray[np.float64]:
+def _hosted_loads(cluster: Cluster, r: int, states: int, known: int) -> Floats:
     """Return the loads where r is too small for the ideal ones; beyond ``known`` absent groups, the last known load."""
     known = min(known, states)
     return np.pad(quotas.hosted_loads(cluster.groups, r, cluster.microbatches, known), (0, states - known), mode="edge")
 
 
-def _step_s(
-    cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64], reconfigure_s: float
-) -> NDArray[np.float64]:
+def _step_s(cluster: Cluster, stacks: Floats, patches: Floats, reconfigure_s: float) -> Floats:
     """Return the wall time per step in each state: computation, and stalls of failures (assumptions 2 and 3)."""
     stall_s = cluster.detection_s + reconfigure_s + patches * cluster.compute_s
     return closed_forms.interrupted_step_s(stacks * cluster.compute_s + cluster.allreduce_s, stall_s, cluster.mtbf_s)
 
 
-def _slowdown(
-    cluster: Cluster,
-    stacks: NDArray[np.float64],
-    patches: NDArray[np.float64],
-    weights: NDArray[np.float64],
-    reconfigure_s: float,
-) -> float:
+def _slowdown(cluster: Cluster, stacks: Floats, patches: Floats, weights: Floats, reconfigure_s: float) -> float:
     """Return the wall time per step over the failure-free one; ``weights`` are the shares of the *time* of each
     state."""
     speeds = cluster.step_s / _step_s(cluster, stacks, patches, reconfigure_s)
@@ -260,9 +252,7 @@ def _slowdown(
     return 1 / mean if mean > 0 else inf
 
 
-def _mean_stacks(
-    cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64], weights: NDArray[np.float64]
-) -> float:
+def _mean_stacks(cluster: Cluster, stacks: Floats, patches: Floats, weights: Floats) -> float:
     """Return the stacks per committed step, load + rho as in S_bar; states are weighted by time as in
     :func:`_slowdown`."""
     bare = stacks * cluster.compute_s + cluster.allreduce_s

@@ -16,8 +16,8 @@ from scipy.special import gammaln, xlogy
 
 from megatron_ft.core.replication.placement import golomb
 from megatron_ft.core.scheduling.assignment import least_load
+from megatron_ft.planning.closed_forms import Floats
 
-Floats = NDArray[np.float64]
 MINOR_SPARES = 0.2
 """Share of the spares that replace the minor in ReCoVer's versatile workload: about 20%."""
 

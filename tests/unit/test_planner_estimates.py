@@ -183,7 +183,7 @@ def test_the_section_is_accepted_by_the_config(name):
     assert run.fault_tolerance.redundancy == plan.best.redundancy
     assert run.fault_tolerance.checkpoint.period_s == pytest.approx(plan.best.period_s, rel=0.01)
     assert run.fault_tolerance.rejoin.enabled == (plan.best.policy == "stacked_quota_rejoin")
-    topics = ("checkpoint.period_s: every", "min_groups: ", "spare nodes: ", "failures of the whole job")
+    topics = ("checkpoint.period_s: every", "spare nodes: ", "failures of the whole job")
     assert all(hint.startswith(topic) for topic, hint in zip(topics, hints, strict=True)), hints
 
 
@@ -315,14 +315,3 @@ def test_the_spare_nodes_suffice_nearly_always_and_one_fewer_does_not(mean_out):
     out = rng.poisson(mean_out, 40_000)
     assert np.mean(out <= spares) > 0.987
     assert spares == 0 or np.mean(out <= spares - 1) < 0.993
-
-
-@given(restart_s=st.floats(0, 2000), rejoin_s=st.floats(1, 5000), live=st.integers(1, 11))
-def test_below_the_fewest_groups_a_restart_is_faster_than_waiting(restart_s, rejoin_s, live):
-    cluster = small(restart_s=restart_s, rejoin_s=rejoin_s)
-    lost_by_waiting_s = rejoin_s * (1 - live / cluster.groups)
-    lost_by_restart_s = restart_s + cluster.checkpoint_s
-    if live < config_section.fewest_groups(cluster):
-        assert lost_by_restart_s <= lost_by_waiting_s + 1e-6
-    elif live > config_section.fewest_groups(cluster):
-        assert lost_by_waiting_s <= lost_by_restart_s + 1e-6
