@@ -15,7 +15,7 @@ from megatron_ft.config.validators import Rule, is_number
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.planning import config_section, inputs, measured, plan_tables, verified_share
 from megatron_ft.planning.cluster import Cluster
-from megatron_ft.planning.estimate import Recommendation, recommend
+from megatron_ft.planning.estimate import recommend
 from megatron_ft.planning.presets import PRESETS
 from megatron_ft.runlog.run_record import RunRecord
 
@@ -122,25 +122,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         verified = None if share is None else [asdict(one) for one in verified_share.choices(described, share)]
         print(json.dumps(plan_tables.as_json(described, plan, pasted, hints, source, verified), indent=2))
-    else:
-        _print(Console(), described, plan, pasted, hints, source)
-        if share is not None:
-            verified_share.table(described, share).show(Console())
-        for what, path in (("picture", options.plot), ("section", options.out)):
-            if path:
-                print(f"{what}: {path}")
-    return 0
-
-
-def _print(
-    console: Console,
-    cluster: Cluster,
-    plan: Recommendation,
-    pasted: config_section.Section | None,
-    hints: list[str],
-    source: str | None,
-) -> None:
-    plan_tables.cluster_table(cluster).show(console)
+        return 0
+    console = Console()
+    plan_tables.cluster_table(described).show(console)
     if source:
         console.print(f"[dim]{escape(source)}[/dim]")
     plan_tables.policy_table(plan).show(console)
@@ -150,3 +134,9 @@ def _print(
         print(json.dumps(pasted, indent=2))  # not through rich, which would break lines
     for hint in hints:
         console.print(f"# {escape(hint)}", soft_wrap=True)
+    if share is not None:
+        verified_share.table(described, share).show(console)
+    for what, path in (("picture", options.plot), ("section", options.out)):
+        if path:
+            print(f"{what}: {path}")
+    return 0
