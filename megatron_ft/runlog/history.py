@@ -141,24 +141,18 @@ class _Order:
 
     def take(self, line: dict[str, Any], several: bool) -> Iterator[dict[str, Any]]:
         """Yield the lines that are due after ``line`` has come. ``several``: there is more than one file."""
-        if not several:
-            self._note(line)
-            yield line
-        elif self._is_new(line):
-            if self._is_early(line):
-                self._since = self._since if self._held else time.monotonic()
-                self._held.append(line)
-                if len(self._held) > _HELD:
-                    yield from self._release()
-                return
-            self._note(line)
-            yield line
-            while ready := [held for held in self._held if not self._is_early(held)]:
-                self._held = [held for held in self._held if self._is_early(held)]
-                for held in sorted(ready, key=_number):
-                    if self._is_new(held):
-                        self._note(held)
-                        yield held
+        if several and not self._is_new(line):
+            return
+        if several and self._is_early(line):
+            self._since = self._since if self._held else time.monotonic()
+            self._held.append(line)
+            if len(self._held) > _HELD:
+                yield from self._release()
+            return
+        yield self._noted(line)
+        while ready := [held for held in self._held if not self._is_early(held)]:
+            self._held = [held for held in self._held if self._is_early(held)]
+            yield from self._in_order(ready)
 
     def overdue(self, all_of_them: bool) -> Iterator[dict[str, Any]]:
         """Yield the lines that were held back long enough."""
@@ -167,10 +161,12 @@ class _Order:
 
     def _release(self) -> Iterator[dict[str, Any]]:
         held, self._held = self._held, []
-        for line in sorted(held, key=_number):
+        yield from self._in_order(held)
+
+    def _in_order(self, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for line in sorted(lines, key=_number):
             if self._is_new(line):
-                self._note(line)
-                yield line
+                yield self._noted(line)
 
     def _is_new(self, line: dict[str, Any]) -> bool:
         event = line["event"]
@@ -182,7 +178,8 @@ class _Order:
         event = line["event"]
         return event in _NUMBERED and line.get(_IDENTITY[event], 0) > self._newest.get(event, -1) + 1
 
-    def _note(self, line: dict[str, Any]) -> None:
+    def _noted(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the line, which is yielded now."""
         event = line["event"]
         if event in _NUMBERED:
             self._newest[event] = max(line.get(_IDENTITY[event], 0), self._newest.get(event, -1))
@@ -192,6 +189,7 @@ class _Order:
             self._seen[_key(line)] = None
             if len(self._seen) > _RECALLED:  # a script may log in every step
                 del self._seen[next(iter(self._seen))]
+        return line
 
 
 def _number(line: Mapping[str, Any]) -> tuple[int, bool, int]:
