@@ -1,7 +1,6 @@
 """The training script of a qualification: a small GPT on random tokens, run by ``megatron-ft launch`` like any script.
 
-It waits in front of some steps until a fault is prepared, and while a group is away its steps take longer: a small model
-would be at its end before a process has started again.
+While a group is away its steps take longer: a small model would be at its end before a process has started again.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -22,7 +20,6 @@ from megatron_ft.types import Microbatch
 
 _VOCABULARY, _SEQ_LEN, _SAMPLES = 256, 32, 2
 _AWAY_STEP_S = 0.25
-_PREPARED_S = 240.0
 _WARM_STEPS = 3
 
 
@@ -56,8 +53,6 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--gates", type=Path, required=True, help="GATES.STEP is there once that step may begin")
-    parser.add_argument("--shut", type=int, nargs="*", default=[], help="steps that wait for it")
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     session = megatron_ft.init(seed=1)
@@ -69,10 +64,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine = session.wrap(model, optimizer, loss_fn)
     for step in session.steps(args.steps):
-        began, deadline = time.monotonic(), time.monotonic() + _PREPARED_S
-        gate = Path(f"{args.gates}.{step}")
-        while step in args.shut and not gate.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        began = time.monotonic()
         session.train_step(engine, batch_of)
         if cuda and step == _WARM_STEPS:
             moments = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]

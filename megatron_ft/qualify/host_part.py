@@ -12,17 +12,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from megatron_ft.doctor.host_orders import Part
 from megatron_ft.doctor.meeting import Channel, Message
-from megatron_ft.faults import injection_points, process_lookup
+from megatron_ft.faults import kill, process_lookup
 from megatron_ft.qualify import device_facts
-from megatron_ft.utils import lifeline, shared_file
+from megatron_ft.utils import lifeline
 from megatron_ft.utils.process_status import ended_with, process_status
 
 MEMBER = [sys.executable, "-m", "megatron_ft.qualify.member_process"]
@@ -31,27 +31,26 @@ _END_S = 20.0
 """Time in which a launcher that was told to stop ends."""
 _SILENT_S = 900.0
 """Longest time without an order of host 0: that of a training run."""
-_SHOWN = 15
-_INJECTOR_S = 120.0
-_LOOK_S = 0.05
+_STOP_S = 4.0
+"""How long a rank stays stopped whose fault is a stop."""
+_LOOK_S = 0.01
+"""The agents give a rank up that has been stopped for ``stopped_timeout_s`` (0.5 s)."""
 
 
 class _Member:
     def __init__(self, env: Mapping[str, str]) -> None:
         own, its = socket.socketpair()
+        self._output: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115  # closed in kill
         with its:
             self.process = subprocess.Popen(
                 [*MEMBER, str(os.getpid()), str(its.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
-                text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **env},
                 pass_fds=[its.fileno()],
             )
         self._channel = Channel(own)
-        self._said: list[str] = []
-        threading.Thread(target=_read, args=(self.process.stdout, self._said.append), daemon=True).start()
 
     def tell(self, order: Message) -> None:
         with contextlib.suppress(OSError):  # it has ended; its answer says so
@@ -64,13 +63,13 @@ class _Member:
             return {"silent": True}
         except OSError:
             code = self.process.wait(_END_S)
-            last = next((line.strip() for line in reversed(self._said) if line.strip()), "")
-            return {"ended": f"its process {ended_with(code)}" + (f": {last}" if last else "")}
+            return {"ended": ": ".join([f"its process {ended_with(code)}", *_last_lines(self._output, 1)])}
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(_END_S)
         self._channel.close()
+        self._output.close()
 
 
 class HostPart(Part):
@@ -82,10 +81,6 @@ class HostPart(Part):
 
     def __init__(self) -> None:
         self._members: dict[int, _Member] = {}
-        self._launcher: subprocess.Popen[str] | None = None
-        self._printed: list[str] = []
-        self._injector: subprocess.Popen[str] | None = None
-        self._injector_says = Path()
 
     def facts(self) -> Message:
         """Say what this host has."""
@@ -113,60 +108,29 @@ class HostPart(Part):
             self._members[member].process.wait(_END_S)
         return {}
 
-    def launch(self, words: Sequence[str], env: Mapping[str, str]) -> Message:
-        """Start this host's agent of a training run."""
-        self._printed = []
-        self._launcher = _command(words, env, subprocess.PIPE, subprocess.STDOUT)
-        threading.Thread(target=_read, args=(self._launcher.stdout, self._printed.append), daemon=True).start()
-        return {}
-
-    def housed(self, run_dir: str) -> Message:
-        """Say which groups have a living rank that this host's agent has started."""
-        launcher = self._launcher
-        assert launcher is not None
-        found = process_lookup.ranks(Path(run_dir))
-        return {"groups": [rank.group for rank in found if process_status(rank.pid).parent == launcher.pid]}
-
-    def inject(self, run_dir: str, fault: Message) -> Message:
-        """Begin to inject a fault into a rank of this host; return when the rank knows."""
-        directory = Path(run_dir)
-        schedule = directory.with_suffix(f".fault.{fault['step']}.json")
-        shared_file.write_json(schedule, {"faults": [fault]})
-        self._injector_says = schedule.with_suffix(".log")
-        with shared_file.append_to(self._injector_says) as says:
-            # It knows the groups of this host only, and there may be one; others live, as one fault follows the other.
-            words = ["inject", run_dir, str(schedule), "--min-survivors", "0"]
-            self._injector = _command(words, {}, says.fileno(), subprocess.STDOUT)
-        order = injection_points.mailbox(directory, fault["group"], 0)
-        deadline = time.monotonic() + _INJECTOR_S
-        while not order.exists():
-            if time.monotonic() > deadline or self._injector.poll() is not None:
-                why = self._injector_said()
-                return {"failed": f"megatron-ft inject has given no order to group {fault['group']}: {why}"}
-            time.sleep(_LOOK_S)
-        return {}
-
-    def injected(self, limit_s: float) -> Message:
-        """Wait for the end of the injection, which a stopped rank's continuation is a part of."""
-        assert self._injector is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return {"done": self._injector.wait(limit_s) == 0, "said": self._injector_said()}
-        return {"done": False, "said": self._injector_said()}
-
-    def _injector_said(self) -> str:
-        """Return what has become of the fault. A table of all faults follows, or nothing where the command ended early."""
-        lines = self._injector_says.read_text().splitlines()
-        end = next((number for number, line in enumerate(lines) if "faults injected" in line), len(lines))
-        return lines[end - 1] if end else ""
-
-    def finish(self, limit_s: float) -> Message:
-        """Wait for the end of the training run; end it after ``limit_s``. ``code`` is None then."""
-        assert self._launcher is not None
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._launcher.wait(limit_s)
-        self._end_launcher()
-        return {"code": code, "said": "".join(self._printed[-_SHOWN:])}
+    def train(
+        self, words: Sequence[str], env: Mapping[str, str], run_dir: str, faults: Sequence[Message], limit_s: float
+    ) -> Message:
+        """Run this host's agent of a training run to its end, and carry out the faults of its ranks; end it after
+        ``limit_s``. ``code`` is None then."""
+        me, deadline, waiting = os.getpid(), time.monotonic() + limit_s, list(faults)
+        with tempfile.TemporaryFile() as output:
+            launcher = subprocess.Popen(
+                [*LAUNCH, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
+            )
+            try:
+                while launcher.poll() is None and time.monotonic() < deadline:
+                    waiting = [fault for fault in waiting if not _struck(Path(run_dir), fault, launcher.pid)]
+                    time.sleep(_LOOK_S)
+                code = launcher.poll()
+            finally:
+                _end(launcher)
+            return {"code": code, "said": " / ".join(_last_lines(output, 2))}
 
     def dismiss(self) -> Message:
         """End the members."""
@@ -176,37 +140,36 @@ class HostPart(Part):
         return {}
 
     def leave(self) -> None:
-        """End every process."""
         self.dismiss()
-        self._end_launcher()
-
-    def _end_launcher(self) -> None:
-        for process in (self._injector, self._launcher):
-            if process is not None and process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_END_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait(_END_S)
-        self._injector = self._launcher = None
 
 
-def _command(words: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> subprocess.Popen[str]:
-    """Start ``megatron-ft`` with these words; it is told to stop when this process ends."""
-    me = os.getpid()
-    return subprocess.Popen(
-        [*LAUNCH, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        text=True,
-        env={**os.environ, **env},
-        preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
-    )
+def _struck(run_dir: Path, fault: Message, agent: int) -> bool:
+    """Kill the rank of a fault, or let it stay stopped for a while, if it is one of this agent's and has stopped itself at
+    the fault's point. Return whether it was struck."""
+    rank = process_lookup.find(run_dir, fault["group"])
+    if rank is None or not rank.is_stopped or process_status(rank.pid).parent != agent:
+        return False
+    number = signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP
+    kill.kill(run_dir, fault["group"], f"{fault['point']}, step {fault['step']}", number)
+    if number is signal.SIGSTOP:
+        time.sleep(_STOP_S)
+        rank.send(signal.SIGCONT)
+    return True
 
 
-def _read(stream: Any, take: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in stream:
-            take(line)
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher with its ranks, if it has not ended."""
+    if launcher.poll() is None:
+        launcher.terminate()
+        try:
+            launcher.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait(_END_S)
+
+
+def _last_lines(output: BinaryIO, count: int) -> list[str]:
+    """Return what a process that has ended said at last."""
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
+    return [line for line in lines if line][-count:]

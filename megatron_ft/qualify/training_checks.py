@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.doctor.host_orders import Hub
-from megatron_ft.doctor.meeting import Message
+from megatron_ft.faults import injection_points
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.qualify.outcomes import CheckFailed, Found, Measured, NotHere, Qualification
 from megatron_ft.qualify.team import ask
 from megatron_ft.runlog import history, invariants, verdict
@@ -22,27 +22,24 @@ STEPS = 240
 PER_GROUP = 2
 """Microbatches of a group in a step."""
 _FAULT_STEPS = (20, 80, 140)
-"""The steps before which a fault is prepared. They are far apart: while a group is away a step takes a quarter of a
+"""The steps a little after which a fault strikes. They are far apart: while a group is away a step takes a quarter of a
 second, and a group comes back within some seconds."""
 _POINTS = ("forward", "backward", "reduce", "gate", "update")
-_STOP_S = 4.0
 _SIZES = {"cpu": (64, 2), "cuda": (1024, 4)}
 """Width and layers of the model."""
-_BEGIN_S = 300.0
-_LOOK_S = 0.1
-_RUN_S, _ENDS_S = 420.0, 60.0
+_RUN_S, _ENDS_S = 600.0, 60.0
 """Limit of a run, and of its end after that."""
 Lines = Sequence[Mapping[str, Any]]
 
 
 def draw(groups: int, seed: int) -> list[dict[str, Any]]:
-    """Return the faults, as ``megatron-ft inject`` reads them: kills and stops of different groups, at random points."""
+    """Return the faults: kills and stops of different groups, at random points."""
     rng = random.Random(f"qualify/{seed}")
     victims = rng.sample(range(groups), min(groups, len(_FAULT_STEPS)))
     faults: list[dict[str, Any]] = []
     for number, (group, step) in enumerate(zip(victims, _FAULT_STEPS, strict=False)):
         fault = {"group": group, "step": step + rng.randrange(1, 10), "point": rng.choice(_POINTS)}
-        faults.append({"kind": "stop", "duration_s": _STOP_S, **fault} if number == 1 else {"kind": "kill", **fault})
+        faults.append({"kind": "stop" if number == 1 else "kill", **fault})
     return faults
 
 
@@ -81,24 +78,26 @@ class TrainingChecks:
         return history.read(self.directory / name)
 
     def _alone(self) -> Found:
-        ended = self._train("alone", [])
+        self._train("alone", [])
         lines = self._lines("alone")
-        _kept(ended, invariants.check_history(lines, self.groups * PER_GROUP))
+        _refuse(invariants.check_history(lines, self.groups * PER_GROUP))
         seconds = statistics.median(line["duration_s"] for line in lines if line["event"] == "step")
         return f"{STEPS} steps of {self.groups} groups", [Measured("step", seconds * 1e3, "ms")]
 
     def _faults(self) -> Found:
         faults = draw(self.groups, self.seed)
-        ended = self._train("faults", faults)
+        self._train("faults", faults)
         lines, lost = self._lines("faults"), verdict.lost(self._lines("faults"))
+        struck = {line["group"] for line in lines if line["event"] == "inject"}
+        _refuse(f"group {fault['group']} has not got to its fault" for fault in faults if fault["group"] not in struck)
         # Whether it has come back is a check of its own.
         unnoticed = [
             f"the {fault['kind']} of group {fault['group']} was not noticed: no view names it as lost"
             for fault in faults
             if fault["kind"] == "stop" and fault["group"] not in lost
         ]
-        _kept(ended, verdict.judge(self.directory / "faults") + unnoticed)
-        detected = [line["detected_s"] for line in lines if line["event"] == "fault" and "detected_s" in line]
+        _refuse(verdict.judge(self.directory / "faults") + unnoticed)
+        detected = [line["detected_s"] for line in lines if line["event"] == "fault" and line["detected_s"] is not None]
         stalls = [line["stall_s"] for line in lines if line["event"] == "recovery" and line["patched"]]
         numbers = [Measured("longest detection", max(detected, default=0.0), "s")]
         if stalls:
@@ -123,9 +122,7 @@ class TrainingChecks:
 
     def _losses(self) -> Found:
         lines, reference = self._lines("faults"), self._lines("alone")
-        found = invariants.check_history(lines, self.groups * PER_GROUP, reference)
-        if found:
-            raise CheckFailed("; ".join(found))
+        _refuse(invariants.check_history(lines, self.groups * PER_GROUP, reference))
         difference = invariants.largest_loss_difference(lines, reference)
         return f"at most {invariants.LOSS_TOLERANCE:g} apart is allowed", [
             Measured("largest difference", difference, "")
@@ -139,16 +136,16 @@ class TrainingChecks:
         reason = f"beside parameters and optimizer state, gradients included, of {found[0]['parameters']} parameters"
         return reason, [Measured("layer", found[0]["layer_bytes_per_parameter"], "bytes per parameter")]
 
-    def _train(self, name: str, faults: Sequence[Message]) -> dict[int, Message]:
-        """Run the script, and return how each host's launcher ended."""
-        run_dir, gates = self.directory / name, self.directory / f"{name}.gate"
-        config = self.directory / f"{name}.json"
+    def _train(self, name: str, faults: Sequence[Mapping[str, Any]]) -> None:
+        """Run the script on all hosts. Raises ``CheckFailed`` unless every launcher ends with 0."""
+        run_dir, config = self.directory / name, self.directory / f"{name}.json"
         section = {"bucket_mb": 0.25 if self.device == "cpu" else 25}
         batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": PER_GROUP}
         config.write_text(json.dumps({**batch, "fault_tolerance": section}), encoding="utf-8")
         width, layers = _SIZES[self.device]
-        own = ["--steps", STEPS, "--device", self.device, "--width", width, "--layers", layers, "--gates", gates]
-        own += ["--shut", *_FAULT_STEPS[: len(faults)]]
+        own = ["--steps", STEPS, "--device", self.device, "--width", width, "--layers", layers]
+        holds = [Breakpoint(fault["group"], fault["step"], fault["point"]) for fault in faults]
+        env = {"OMP_NUM_THREADS": "1", **injection_points.to_env(holds)}
         hosts = self.hub.present
         orders = {}
         for number, host in enumerate(hosts):
@@ -167,57 +164,21 @@ class TrainingChecks:
                 "none",
                 *place,
             ]
-            env = {"OMP_NUM_THREADS": "1"}
-            orders[host] = {"do": "launch", "words": [*map(str, words), str(SCRIPT), "--", *map(str, own)], "env": env}
-        ask(self.hub, orders, _BEGIN_S)
-        began = self._await_begin(run_dir)
-        refused = []
-        for step, fault in zip(_FAULT_STEPS, faults, strict=False) if began else ():
-            # One after the other: the injectors of all hosts share a lock in the run's directory.
-            host = self._host_of(run_dir, fault["group"])
-            ask(self.hub, {host: {"do": "inject", "run_dir": str(run_dir), "fault": fault}}, _BEGIN_S)
-            Path(f"{gates}.{step}").touch()
-            injected = ask(self.hub, {host: {"do": "injected", "limit_s": _BEGIN_S}}, _BEGIN_S)[host]
-            if not injected["done"]:
-                refused.append(f"the {fault['kind']} of group {fault['group']} was not injected: {injected['said']}")
-        finish = {"do": "finish", "limit_s": _RUN_S if began else 0.0}
-        ended = ask(self.hub, dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
-        if not began:
-            said = " / ".join(line for one in ended.values() for line in one["said"].splitlines()[-2:])
-            raise CheckFailed(f"no step within {_BEGIN_S:g} s: {said}")
-        if refused:
-            raise CheckFailed("; ".join(refused))
-        return ended
-
-    def _host_of(self, run_dir: Path, group: int) -> int:
-        """Return the host of a group. Agents list their ranks when all of them have started."""
-        deadline = time.monotonic() + _BEGIN_S
-        order = {"do": "housed", "run_dir": str(run_dir)}
-        while time.monotonic() < deadline:
-            said = ask(self.hub, dict.fromkeys(self.hub.present, order), _BEGIN_S)
-            for host, one in said.items():
-                if group in one["groups"]:
-                    return host
-            time.sleep(_LOOK_S)
-        raise CheckFailed(f"group {group} has no rank that lives")
-
-    def _await_begin(self, run_dir: Path) -> bool:
-        deadline = time.monotonic() + _BEGIN_S
-        while time.monotonic() < deadline:
-            lines = history.read(run_dir) if run_dir.is_dir() else []
-            if any(line["event"] in ("begin", "stop", "end") for line in lines):
-                return any(line["event"] == "begin" for line in lines)
-            time.sleep(_LOOK_S)
-        return False
+            orders[host] = {
+                "do": "train",
+                "words": [*map(str, words), str(SCRIPT), "--", *map(str, own)],
+                "env": env,
+                "run_dir": str(run_dir),
+                "faults": faults,
+                "limit_s": _RUN_S,
+            }
+        for host, ended in ask(self.hub, orders, _RUN_S + _ENDS_S).items():
+            if ended["code"] != 0:
+                how = "did not end in time" if ended["code"] is None else f"ended with exit code {ended['code']}"
+                raise CheckFailed(f"host {host}: the run {how}: {ended['said']}")
 
 
-def _kept(ended: Mapping[int, Message], found: Sequence[str]) -> None:
-    """Raise ``CheckFailed`` unless every launcher ended with 0 and no promise is broken."""
-    broken = [f"host {host}: the run did not end in time" for host, one in ended.items() if one["code"] is None]
-    broken += [
-        f"host {host}: the run ended with exit code {one['code']}: {' / '.join(one['said'].splitlines()[-2:])}"
-        for host, one in ended.items()
-        if one["code"]
-    ]
-    if broken or found:
-        raise CheckFailed("; ".join([*broken, *found]))
+def _refuse(found: Iterable[str]) -> None:
+    """Raise ``CheckFailed`` if something was found."""
+    if told := "; ".join(found):
+        raise CheckFailed(told)
