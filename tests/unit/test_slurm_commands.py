@@ -1,4 +1,4 @@
-"""Replies of Slurm's commands, leases of supervisors, and the place of an array element."""
+"""Replies of Slurm's commands, and the place of an array element."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers.slurm import commands, job_array
-from megatron_ft.launchers.slurm.supervisor import Options, Supervisor, _Lease
+from megatron_ft.launchers.slurm.supervisor import Options, Supervisor
 from megatron_ft.launchers.supervisor_loop import limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
@@ -67,45 +67,6 @@ def test_variables_of_the_batch_shell_are_not_passed_to_its_steps(monkeypatch):
         "SLURM_STEP_ID",
     }
     assert "--output=/runs/100%%.log.%N" in asked["command"] and asked["command"][-1] == "true"
-
-
-class Store:
-    """The store of two supervisors. ``silent``: the keys whose owners have fallen silent."""
-
-    def __init__(self) -> None:
-        self.keys: dict[str, str] = {}
-        self.silent: set[str] = set()
-
-    def get(self, key):
-        return self.keys.get(key)
-
-    def create(self, key, value):
-        return self.keys.setdefault(key, value)
-
-    def beat(self, key, ttl_s):
-        self.silent.discard(key)
-
-    def beating(self, key):
-        return key in self.keys and key not in self.silent
-
-
-def held(*leases: _Lease) -> list[bool]:
-    for lease in leases:
-        lease.poll()
-    return [lease.held for lease in leases]
-
-
-def test_a_second_supervisor_takes_over_from_a_silent_one_for_good():
-    store = Store()
-    second, first = _Lease(store, "n4 7", waits=True), _Lease(store, "n1 5", waits=False)
-    assert held(second) == [False], "it waits for a first one"
-    assert held(first, second, first) == [True, False, True] and first.number == 1
-    store.silent.add("supervisor/1")  # the supervisor is stopped, or cut off
-    assert held(second, first, second) == [True, False, True] and second.number == 2
-    again = _Lease(store, "n1 9", waits=False)  # the batch script starts one anew
-    assert held(again) == [False]
-    store.silent.add("supervisor/2")
-    assert held(again, second, first) == [True, False, False] and again.number == 3
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n2"}

@@ -10,11 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ft.auth import secret
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.store import ControlStore, Log, listen, serve_on
-from megatron_ft.core.lifecycle import store_failover, supervisor_policy
-from megatron_ft.core.lifecycle.store_failover import Claim
+from megatron_ft.core.lifecycle import supervisor_policy
 from megatron_ft.errors import WIPED_OUT, StoreError
 from megatron_ft.launchers import supervisor_loop
 from megatron_ft.launchers.slurm import commands, supervisor
@@ -86,16 +83,6 @@ def here(monkeypatch):
     monkeypatch.setattr(supervisor.signal, "signal", lambda number, handler: None)
     yield fake
     fake.end()
-
-
-@pytest.fixture
-def servers():
-    listeners = [listen("127.0.0.1", 0) for _ in range(3)]
-    running = list(map(serve_on, listeners))
-    yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    running.clear()
-    for listener in listeners:
-        listener.close()
 
 
 def record_of(run_dir, run_id: str, job: str, *events: dict) -> None:
@@ -230,32 +217,33 @@ def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, 
     assert (node.step, node.failures, node.failures + node.excused) == ("mft/0/n1/5", 2, 5)
 
 
-def test_the_supervisor_on_duty_keeps_its_lease_when_the_control_store_moves(tmp_path, here, monkeypatch, servers):
-    """The old store still answers: its host was frozen and has resumed."""
-    options = supervisor.Options([], RunConfig(groups=2, ranks_per_group=1), tmp_path, 0, supervisor_policy.Limits())
-    key = secret.make(tmp_path)
-    log = Log(tmp_path, "run", key)
-    config = {"run_id": "run", "job": "7.0.0", "hosts": 2, "host": "n1", "directory": "/", "command": ["train.py"]}
-    (tmp_path / "config.json").write_text(json.dumps({"store_address": servers[0], **config, **options.run.to_json()}))
-    log.create(Claim(0, "run", 0, servers[0]))
-    stores = [ControlStore(address, "run", 5.0, secret=key) for address in servers]
+def test_a_supervisor_that_was_silent_is_off_duty_when_it_is_back(tmp_path, here):
+    options = supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
     first, second = (supervisor.Supervisor(replace(options, waits=waits)) for waits in (False, True))
-    second._me = "n2 1"  # otherwise both would have the identity of this process
 
     def on_duty(one: supervisor.Supervisor) -> bool:
         one._beat_at = -float("inf")
-        return one._holds_lease()
+        return one._on_duty()
 
-    stores[0].begin()
-    assert [on_duty(first), on_duty(second), on_duty(first)] == [True, False, True]
-    log.create(store_failover.taken_over(log.read()[-1], 1, servers[1], "host 0 is lost"))
-    assert [on_duty(second), on_duty(first)] == [False, True], "it is not rebuilt yet: nothing changes"
-    stores[1].begin()
-    assert [on_duty(second), on_duty(first), on_duty(second)] == [False, True, False]
-    assert stores[1].get("supervisor/1") == stores[0].get("supervisor/1")
-    monkeypatch.setattr(supervisor, "_LEASE_S", 0.0)
-    log.create(
-        store_failover.taken_over(log.read()[-1], 2, servers[2], "host 1 is lost, and the first supervisor with it")
-    )
-    stores[2].begin()
-    assert on_duty(second), "nobody was on duty there"
+    def after_a_silence(one: supervisor.Supervisor) -> bool:
+        return [on_duty(one) for _ in range(supervisor._SILENT_LOOKS + 1)][-1]
+
+    assert not after_a_silence(second), "the first turn is that of the first one, however late it begins"
+    for _ in range(2 * supervisor._SILENT_LOOKS):
+        assert [on_duty(first), on_duty(second)] == [True, False]
+    assert after_a_silence(second)
+    assert [on_duty(first), on_duty(second)] == [False, True], "the first one was frozen and has resumed"
+    again = supervisor.Supervisor(options)
+    for _ in range(2 * supervisor._SILENT_LOOKS):
+        assert [on_duty(again), on_duty(second)] == [False, True], "the batch script has started one"
+    assert after_a_silence(again)
+    assert [on_duty(first), on_duty(second), on_duty(again)] == [False, False, True]
+
+
+def test_a_first_supervisor_acts_where_it_can_give_no_sign_of_life(tmp_path, here, monkeypatch):
+    def no_links(*_):
+        raise OSError("Operation not permitted")
+
+    monkeypatch.setattr(supervisor.shared_file, "create", no_links)
+    options = supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
+    assert [supervisor.Supervisor(replace(options, waits=waits))._on_duty() for waits in (False, True)] == [True, False]

@@ -2,16 +2,17 @@
 
 The loop is :class:`.SupervisorLoop`. The node of the batch shell is the last host: the control store is on another node,
 and the batch node is a spare one if there are any. The run therefore survives the loss of the batch node and the first
-supervisor: a second supervisor waits in a step on another node until the first one, which holds a lease
-on the control store, has been silent for a while. It learns from Slurm and the run record what runs.
+supervisor: a second supervisor waits in a step on another node until the first one, which writes signs of life into the
+run directory, has been silent for a while. It learns from Slurm and the run record what runs.
 
 Failures assumed: slurmctld does not respond for minutes; the supervisor is killed (the batch script starts it again),
-stopped or cut off for a while (another one has taken over, and this one waits for the end); the store does not respond
-(no supervisor takes over meanwhile).
+stopped or cut off for a while (another one has taken over, and this one waits for the end); the run directory does not
+respond (the supervisors wait for it).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,17 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.agent import join, run_lock
+from megatron_ft.agent import run_lock
 from megatron_ft.agent.peers import ranks_of
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.store import ControlStore, StoreLostMemory
 from megatron_ft.core.lifecycle import supervisor_policy
 from megatron_ft.core.lifecycle.supervisor_policy import Seen
-from megatron_ft.errors import LaunchError, RunStopped, StoreError
+from megatron_ft.errors import LaunchError, RunStopped
 from megatron_ft.launchers.notes import Notes
 from megatron_ft.launchers.slurm import commands
 from megatron_ft.launchers.supervisor_loop import Port, SupervisorLoop
 from megatron_ft.runlog import history, run_directory, run_state
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import stop_signals
 
@@ -43,8 +44,10 @@ _ASK_SLURM_S = 10.0
 """Interval of queries to Slurm while nothing happens."""
 _YOUNG_S = 60.0
 """Slurm may not list a new step for this long."""
-_LEASE_S, _BEAT_S = 15.0, 3.0
-_DUTY = "supervisor"
+DIRECTORY = "supervisors"
+"""Subdirectory of the run directory with the signs of life of the supervisors of each job."""
+_BEAT_S, _SILENT_LOOKS = 3.0, 5
+_SILENT_S = _BEAT_S * _SILENT_LOOKS
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,7 @@ class Supervisor(Port):
         self._asked_at = self._beat_at = -float("inf")
         self._second, self._seconds = "", 0
         self._told = ""
-        self._over_since: float | None = None
-        self._lease: _Lease | None = None
-        self._me, self._waits = f"{socket.gethostname()} {os.getpid()}", options.waits
+        self._duty = _Duty(options.run_dir, f"{self._slurm.id}.{self._slurm.restarts}", options.waits)
 
     def run(self) -> int:
         """Returns the exit code when the job is over."""
@@ -133,7 +134,7 @@ class Supervisor(Port):
         if time.monotonic() - self._asked_at >= _ASK_SLURM_S:
             self._ask_slurm()
         now = time.monotonic()
-        self.off_duty = not self._holds_lease() and not self._left_alone()
+        self.off_duty = not self._on_duty()
         if self.off_duty:
             return Seen(now, None if self._listed is None else frozenset(self._found().values()), {})
         self._look_after_second()
@@ -152,9 +153,7 @@ class Supervisor(Port):
     def _look_after_second(self) -> None:
         """Starts a second supervisor on another node, when there is none."""
         running = self._running()
-        if self._lease is None or not self._lease.held or self._loop.over is not None or running is None:
-            return
-        if self._second in running:
+        if not self._loop.notes.begun or self._loop.over is not None or running is None or self._second in running:
             return
         others = [
             node for node, its in self._loop.job.nodes.items() if node != self._slurm.here and its.step in running
@@ -187,67 +186,22 @@ class Supervisor(Port):
     def _signalled(self, number: int, _frame: object) -> None:
         self._told = f"{signal.Signals(number).name}: the job is to end soon"
 
-    @property
-    def _acts(self) -> bool:
-        """Returns whether this supervisor is on duty as far as it knows."""
-        return not self._waits if self._lease is None else self._lease.held
-
-    # --- the lease ----------------------------------------------------------------------------------------------------
-
-    def _holds_lease(self) -> bool:
+    def _on_duty(self) -> bool:
         """Returns whether this supervisor acts; the others wait until it is silent."""
-        if time.monotonic() - self._beat_at < _BEAT_S:
-            return self._acts
-        self._beat_at = time.monotonic()
-        try:
-            running = join.find(self._options.run_dir)
-            if self._lease is None or self._lease.store.address != running.store:
-                self._lease = self._new_lease(running)
-            before = self._lease.held
-            try:
-                self._lease.poll()
-            except StoreLostMemory:
-                self._lease = self._new_lease(running)
-                self._lease.poll()
-            lease = self._lease
-            if lease.held and not before and lease.number > 1:
+        if time.monotonic() - self._beat_at >= _BEAT_S:
+            self._beat_at = time.monotonic()
+            before = self._duty.held
+            with contextlib.suppress(OSError):
+                self._duty.poll()
+            if self._duty.held and not before and self._duty.number > 1:
                 say(f"the supervisor is lost; the one on {self._slurm.here} takes over")
                 self._loop.notes.note("takes over", node=self._slurm.here)
-        except (LaunchError, StoreError):
-            return self._acts
-        return lease.held
-
-    def _new_lease(self, running: join.Running) -> _Lease:
-        """Returns a lease on the present control store, which may not know an earlier one.
-
-        A supervisor that was on duty takes it again; the other one waits for that.
-        """
-        store, old = running.open(), self._lease
-        try:
-            store.check_begun()
-        except StoreError:
-            store.close()
-            raise
-        self._waits = not self._acts
-        lease = _Lease(store, self._me, self._waits)
-        if old is not None:
-            lease.held = old.held
-            old.store.close()
-        return lease
-
-    def _left_alone(self) -> bool:
-        """Returns True when a first supervisor would have ended the job by now. The store with the lease may have ended."""
-        if self._loop.over is None or self._loop.closing:
-            self._over_since = None
-            return False
-        self._over_since = self._over_since or time.monotonic()
-        return time.monotonic() - self._over_since > self._options.limits.grace_s + _LEASE_S
+        return self._duty.held
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
     def begin(self, attempt: int, nodes: Sequence[str], lost: Sequence[str]) -> tuple[Sequence[str], int, list[str]]:
         """See :class:`Port`."""
-        self._waits, self._lease = not self._acts, None
         self._note_job()
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
         if attempt:
@@ -290,7 +244,7 @@ class Supervisor(Port):
             self._loop.notes.note("ends", exit_code=code, reason=why)
         commands.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
         if self._options.waits:
-            time.sleep(_LEASE_S)  # a living batch shell ends the job, and this process with it
+            time.sleep(_SILENT_S)  # a living batch shell ends the job, and this process with it
             self._loop.notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
             commands.cancel(self._slurm.id)
         return code
@@ -361,37 +315,45 @@ class Supervisor(Port):
             step.srun.wait()
 
 
-class _Lease:
-    """The lease of the supervisor on duty, with a number. The next number is taken when the holder is silent.
+class _Duty:
+    """Whose turn it is among the supervisors of job ``job``. A turn has a number, and a file of that number: who makes the
+    file first has the turn, and writes it again and again. The next turn is taken when the file of the newest one stays
+    the same.
 
-    ``waits``: a second supervisor, which gives the first one time to take number 1.
+    ``waits``: a second supervisor, which never takes turn 1. The first one has that as long as no other is to be seen.
     """
 
-    def __init__(self, store: ControlStore, me: str, waits: bool) -> None:
-        self.store, self._me = store, me
-        self._first_at = time.monotonic() + (2 * _LEASE_S if waits else 0.0)
-        self.number = 0
-        self.held = False
+    def __init__(self, run_dir: Path, job: str, waits: bool) -> None:
+        self._directory = run_dir / DIRECTORY / job
+        self.number, self.held = 0, not waits
+        self._said, self._same, self._beats = "", 0, 0
 
     def poll(self) -> None:
-        while self.store.get(self._key(self.number + 1)) is not None:
-            self.number, self.held = self.number + 1, False
-        if self.store.get(self._key(self.number)) == self._me:
-            self.held = True
-        elif self._is_free():
+        """Looks at the newest file, and writes one in this supervisor's turn. Raises ``OSError``."""
+        first = self.held and self.number == 0
+        if first:
+            self._directory.parent.parent.mkdir(parents=True, exist_ok=True)
+            for place in (self._directory.parent, self._directory):
+                shared_file.make_directory(place)
+        newest = max((int(name[:-5]) for name in os.listdir(self._directory) if name[0].isdigit()), default=0)
+        if newest > self.number:
+            self.number, self.held, self._said, self._same = newest, False, "", 0
+        elif first or (self.number and not self.held and self._is_silent()):
+            self.held = shared_file.create(self._file(self.number + 1), "")
             self.number += 1
-            self.held = self.store.create(self._key(self.number), self._me) == self._me
         if self.held:
-            self.store.beat(self._key(self.number), _LEASE_S)
+            self._beats += 1
+            said = {"host": socket.gethostname(), "pid": os.getpid(), "beat": self._beats}
+            shared_file.write_json(self._file(self.number), said)
 
-    def _is_free(self) -> bool:
-        if self.number == 0:
-            return time.monotonic() >= self._first_at
-        return not self.store.beating(self._key(self.number))
+    def _is_silent(self) -> bool:
+        """Returns whether the newest file has not changed at some looks. A look that hangs with the file system is one."""
+        before, self._said = self._said, shared_file.read_record(self._file(self.number)).decode()
+        self._same = self._same + 1 if self._said == before else 0
+        return self._same >= _SILENT_LOOKS
 
-    @staticmethod
-    def _key(number: int) -> str:
-        return f"{_DUTY}/{number}"
+    def _file(self, number: int) -> Path:
+        return self._directory / f"{number}.json"
 
 
 def _name(attempt: int, node: str, number: int) -> str:
