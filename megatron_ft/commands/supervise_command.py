@@ -37,12 +37,9 @@ def run(options: argparse.Namespace) -> int:
     if options.array:
         from megatron_ft.launchers.slurm import job_array
 
-        limits = job_array.limits(
-            run.fault_tolerance, job_array.place(os.environ), asked.spare_hosts, options.failures_per_node
-        )
-        return job_array.ArrayTask(
-            asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, job_array.place(os.environ)
-        ).run()
+        where = job_array.place(os.environ)
+        limits = job_array.limits(run.fault_tolerance, where, asked.spare_hosts, options.failures_per_node)
+        return job_array.ArrayTask(asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, where).run()
     return supervisor.Supervisor(
         supervisor.Options(
             launch=asked.words,

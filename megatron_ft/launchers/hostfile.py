@@ -114,7 +114,9 @@ def _names(word: str) -> tuple[str, list[str], str | None]:
     """Returns the user ("" for none), the names, and the number after a colon."""
     user, _, rest = word.rpartition("@")
     if _is_numeric(rest):
-        return _login(user, word), [rest], None
+        if "@" in word and not _PLAIN.fullmatch(user):
+            raise LaunchError(f"{user!r} is not the name of a user")
+        return user, [rest], None
     found = _NAME.fullmatch(word)
     if found is None:
         raise LaunchError(f"{word!r} is not the name or the address of a host; write {_FORMS}")
@@ -126,12 +128,6 @@ def _names(word: str) -> tuple[str, list[str], str | None]:
     if odd := [name for name in names if not _PLAIN.fullmatch(name)]:
         raise LaunchError(f"{odd[0]!r} is not the name or the address of a host; write {_FORMS}")
     return found[1] or "", names, found[4]
-
-
-def _login(user: str, word: str) -> str:
-    if "@" in word and not _PLAIN.fullmatch(user):
-        raise LaunchError(f"{user!r} is not the name of a user")
-    return user
 
 
 def _same(hosts: list[Host]) -> tuple[str, str, str] | None:

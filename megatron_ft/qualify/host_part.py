@@ -60,10 +60,11 @@ class _Member:
         try:
             return self._channel.receive(max(_LOOK_S, deadline - time.monotonic()))
         except TimeoutError:
-            return {"silent": True}
+            return {"failed": "no answer in time", "lost": True}
         except OSError:
             code = self.process.wait(_END_S)
-            return {"ended": ": ".join([f"its process {ended_with(code)}", *_last_lines(self._output, 1)])}
+            why = ": ".join([f"its process {ended_with(code)}", *_last_lines(self._output, 1)])
+            return {"failed": why, "lost": True}
 
     def kill(self) -> None:
         self.process.kill()

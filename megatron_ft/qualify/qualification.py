@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,10 +178,8 @@ class _Lead:
         make("environment.communicator", lambda: self._communicator(team))
 
     def _torch(self) -> Found:
-        versions = {f"torch {facts['torch']}" for facts in self._facts}
-        if len(versions) > 1:
-            raise CheckFailed(f"hosts have different versions: {', '.join(sorted(versions))}")
-        return f"{versions.pop()} on {len(self._facts)} host{'s' * (len(self._facts) > 1)}", []
+        version = _same(f"torch {facts['torch']}" for facts in self._facts)
+        return f"{version} on {len(self._facts)} host{'s' * (len(self._facts) > 1)}", []
 
     def _gpus(self) -> Found:
         names = [gpu["name"] for facts in self._facts for gpu in facts["gpus"]]
@@ -192,17 +190,14 @@ class _Lead:
     def _nccl(self) -> Found:
         if not any(facts["gpus"] for facts in self._facts):
             raise NotHere("no GPU")
-        versions = {".".join(map(str, facts["nccl"])) or "none" for facts in self._facts}
-        if len(versions) > 1:
-            raise CheckFailed(f"hosts have different versions: {', '.join(sorted(versions))}")
-        if versions == {"none"}:
+        version = _same(".".join(map(str, facts["nccl"])) or "none" for facts in self._facts)
+        if version == "none":
             raise NotHere("this torch was built without NCCL")
-        blocking = [facts for facts in self._facts if facts["nccl_settings"].get("NCCL_COMM_BLOCKING") == "1"]
-        if blocking:
+        if any(facts["nccl_settings"].get("NCCL_COMM_BLOCKING") == "1" for facts in self._facts):
             raise CheckFailed(
                 "NCCL_COMM_BLOCKING=1 overrides our nonblocking communicators, which an abort can end; unset it"
             )
-        return f"NCCL {versions.pop()}", []
+        return f"NCCL {version}", []
 
     def _watchdog(self, team: Team) -> Found:
         if refused := next((facts["watchdog_refused"] for facts in self._facts if facts["watchdog_refused"]), ""):
@@ -235,6 +230,14 @@ class _Lead:
             "hosts": [{"name": self._hub.cards[host]["name"], **facts} for host, facts in enumerate(self._facts)],
         }
         return self.found.to_json(about)
+
+
+def _same(versions: Iterable[str]) -> str:
+    """Return the version that all hosts have. Raises ``CheckFailed``."""
+    different = sorted(set(versions))
+    if len(different) > 1:
+        raise CheckFailed(f"hosts have different versions: {', '.join(different)}")
+    return different[0]
 
 
 @contextlib.contextmanager

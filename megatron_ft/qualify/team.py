@@ -54,10 +54,8 @@ class Team:
     def whole(self) -> None:
         """Start what is lacking. Raises ``CheckFailed``."""
         lacking = sorted(self._lacking)
-        orders: dict[int, dict[str, Message]] = {}
-        for member in lacking:
-            orders.setdefault(self._seats[member].host, {})[str(member)] = dict(self._seats[member].env)
-        ask(self._hub, {host: {"do": "start", "members": members} for host, members in orders.items()}, ORDER_S)
+        starts = self._by_host({member: dict(self._seats[member].env) for member in lacking})
+        ask(self._hub, {host: {"do": "start", "members": members} for host, members in starts.items()}, ORDER_S)
         self._lacking -= set(lacking)
         enters = {
             member: {
@@ -94,27 +92,25 @@ class Team:
 
     def tell(self, orders: Mapping[int, Message], limit_s: float = ORDER_S) -> dict[int, Message]:
         """Give each member its order and return the answers. Raises ``CheckFailed`` for one that could not do it."""
-        by_host: dict[int, dict[str, Message]] = {}
-        for member, order in orders.items():
-            by_host.setdefault(self._seats[member].host, {})[str(member)] = dict(order)
-        said = ask(
-            self._hub,
-            {host: {"do": "members", "orders": own, "limit_s": limit_s} for host, own in by_host.items()},
-            limit_s,
-        )
+        by_host = self._by_host(orders)
+        told = {host: {"do": "members", "orders": own, "limit_s": limit_s} for host, own in by_host.items()}
+        said = ask(self._hub, told, limit_s)
         answers = {int(member): answer for own in said.values() for member, answer in own.items()}
         found = []
         for member, answer in sorted(answers.items()):
-            doing = orders[member]["do"]
-            if "ended" in answer or "silent" in answer:
+            if "failed" in answer:
+                found.append(f"group {member}: {answer['failed']} (order: {orders[member]['do']})")
+            if "lost" in answer:
                 self._lacking.add(member)
-                why = answer.get("ended") or f"no answer within {limit_s:g} s"
-                found.append(f"group {member}: {why} (order: {doing})")
-            elif "failed" in answer:
-                found.append(f"group {member}: {answer['failed']} (order: {doing})")
         if found:
             raise CheckFailed("; ".join(found))
         return answers
+
+    def _by_host(self, said: Mapping[int, Message]) -> dict[int, dict[str, Message]]:
+        found: dict[int, dict[str, Message]] = {}
+        for member, one in said.items():
+            found.setdefault(self._seats[member].host, {})[str(member)] = one
+        return found
 
     def signal(self, member: int, number: signal.Signals) -> None:
         """Send a signal to the process of one member."""

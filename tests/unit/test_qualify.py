@@ -216,10 +216,11 @@ def test_a_member_that_is_silent_and_one_that_has_ended_are_told_apart(monkeypat
     member = host_part._Member({})
     try:
         member.tell({"do": "wait"})
-        assert member.answer(time.monotonic() + 0.1) == {"silent": True}
+        assert member.answer(time.monotonic() + 0.1) == {"failed": "no answer in time", "lost": True}
     finally:
         member.kill()
     member = host_part._Member({})
     member.tell({"do": "end"})
-    assert member.answer(time.monotonic() + 60.0)["ended"].startswith("its process ended with exit code 7")
+    answer = member.answer(time.monotonic() + 60.0)
+    assert answer["failed"].startswith("its process ended with exit code 7") and answer["lost"]
     member.kill()

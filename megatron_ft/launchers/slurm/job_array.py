@@ -203,7 +203,8 @@ class ArrayTask:
         others = {**self._heard[0], **self._heard[1]}
         match array_policy.act(self._own, made, others, time.time(), self._limits):
             case array_policy.Launch(run=run, rank=rank):
-                self._begin(run, ["launch", *self._hosts(run, rank), *self._launch])
+                hosts = ["--hosts", str(self._limits.hosts + self._spares), "--host-rank", str(rank)]
+                self._begin(run, ["launch", *hosts, "--job-id", self._job(run), *self._address(), *self._launch])
             case array_policy.Join(run=run):
                 self._join(run)
             case array_policy.GiveBack(why=why, bad=bad):
@@ -212,10 +213,6 @@ class ArrayTask:
                 say(f"{why} (exit code {code})")
                 return code
         return None
-
-    def _hosts(self, run: int, rank: int) -> list[str]:
-        hosts = str(self._limits.hosts + self._spares)
-        return ["--hosts", hosts, "--host-rank", str(rank), "--job-id", self._job(run), *self._address()]
 
     def _job(self, run: int) -> str:
         return f"{self._where.array}.{run}"
