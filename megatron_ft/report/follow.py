@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from megatron_ft.report.progress import Event, Progress
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.utils import shared_file, terminal
+from megatron_ft.utils.new_lines import NewLines
 
 _POLL_S = 0.1
 _LINE_EVERY_S = 60.0
@@ -74,7 +75,7 @@ class Outputs:
     def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
         self.run_dir, self._tee = run_dir, tee
         self._own = None if tee in (NONE, ALL) else run_directory.log(run_dir, *divmod(int(tee), ranks_per_group))
-        self._read: dict[Path, tuple[int, bytes]] = {}
+        self._read: dict[Path, NewLines] = {}
 
     def shows(self, log: Path) -> bool:
         """Return whether the lines of this log are shown as they come."""
@@ -89,22 +90,8 @@ class Outputs:
             return
         logs = sorted((self.run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
         for log in logs:
-            for line in self._lines(log, last):
+            for line in self._read.setdefault(log, NewLines(log)).read(last):
                 yield line if self._own is not None else f"[{log.stem}] {line}"
-
-    def _lines(self, log: Path, last: bool) -> list[str]:
-        at, rest = self._read.get(log, (0, b""))
-        try:
-            with shared_file.open_record(log) as file:
-                file.seek(at)
-                read = file.read()
-        except OSError:
-            return []
-        *lines, rest_now = (rest + read).split(b"\n")
-        if last and rest_now:
-            lines, rest_now = [*lines, rest_now], b""
-        self._read[log] = at + len(read), rest_now
-        return [line.decode("utf-8", errors="replace") for line in lines]
 
 
 class ProgressView:

@@ -37,6 +37,7 @@ from megatron_ft.launchers.supervisor_loop import Port, SupervisorLoop
 from megatron_ft.types import given
 from megatron_ft.utils import net, shared_file
 from megatron_ft.utils.console import say, show
+from megatron_ft.utils.new_lines import NewLines
 from megatron_ft.utils.signal_wakeup import stop_signals
 
 AGENTS = "agents"
@@ -128,7 +129,8 @@ class SshLauncher(Port):
         self._signals: list[str] = []
         self._ended = False
         self.look_s = max(_POLL_S, _POLL_HOST_S * len(self._hosts))
-        self._logs = _Logs({name: self._log(name) for name in self._hosts})
+        logs = {name: self._log(name) for name in self._hosts}
+        self._logs = {name: NewLines(log, log.stat().st_size if log.exists() else 0) for name, log in logs.items()}
 
     def disconnect(self) -> None:
         """Ends the connections. Agents continue."""
@@ -201,13 +203,13 @@ class SshLauncher(Port):
             self.loop.read_record()
             if self.loop.notes.begun:
                 return None
-            self._logs.show()
+            self._show_logs()
             ended = {name: code for name in self._hosts if (code := self._exit_code(name)) is not None}
             if ended or self._signals:
                 reasons = [f"the agent on {name} has ended with exit code {code}" for name, code in ended.items()]
                 say(f"the run has not begun: {(reasons or self._signals)[0]}; all agents are ended")
                 self._end_agents(wait=True)
-                self._logs.show(last=True)
+                self._show_logs(last=True)
                 return max(ended.values(), default=0) or 130
             time.sleep(self.look_s)
 
@@ -226,7 +228,7 @@ class SshLauncher(Port):
 
     def look(self) -> Seen:
         """See :class:`Port`."""
-        self._logs.show()
+        self._show_logs()
         if len(self._signals) > 1 and not self._ended:
             say("second signal: all agents are ended")
             self._end_agents()
@@ -236,7 +238,7 @@ class SshLauncher(Port):
 
     def close(self) -> None:
         """See :class:`Port`."""
-        self._logs.show(last=True)
+        self._show_logs(last=True)
 
     def _code(self, step: str) -> int | None:
         """Returns the exit code that the host has written for an agent; None if it has not."""
@@ -349,25 +351,11 @@ class SshLauncher(Port):
     def _log(self, name: str) -> Path:
         return self._directory / f"{name}.log"
 
-
-class _Logs:
-    """Prints new lines of the agents' logs, with the name of the host before each."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self._paths = paths
-        self._at = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
-        self._rest = dict.fromkeys(paths, b"")
-
-    def show(self, last: bool = False) -> None:
-        """Prints complete lines; with ``last`` also an incomplete one."""
-        for name, path in self._paths.items():
-            with contextlib.suppress(OSError), shared_file.open_record(path) as file:
-                file.seek(self._at[name])
-                data = file.read()
-                self._at[name] += len(data)
-                *lines, self._rest[name] = (self._rest[name] + data).split(b"\n")
-                for line in [*lines, *([self._rest[name]] if last and self._rest[name] else [])]:
-                    show(f"{name}: {line.decode(errors='replace')}")
+    def _show_logs(self, last: bool = False) -> None:
+        """Prints new lines of the agents' logs, with the name of the host before each."""
+        for name, log in self._logs.items():
+            for line in log.read(last):
+                show(f"{name}: {line}")
 
 
 def options_of(options: argparse.Namespace, run: RunConfig) -> Options:
