@@ -244,6 +244,11 @@ def listed(numbers: Iterable[int], most: int | None = None) -> str:
     return " ".join(map(str, shown)) + (f" and {len(numbers) - len(shown)} more" if len(numbers) > len(shown) else "")
 
 
+def named(groups: Collection[GroupId]) -> str:
+    """Return groups as text, ``group 0`` or ``groups 1 2``."""
+    return f"group{'s' * (len(groups) > 1)} {listed(groups)}"
+
+
 def spans(groups: list[GroupId]) -> str:
     """Return ascending numbers as text, ``0-6 8 10-2047``."""
     spans: list[list[GroupId]] = []

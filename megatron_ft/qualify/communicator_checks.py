@@ -14,6 +14,7 @@ from megatron_ft.collectives.nccl_communicator import ABORT_TIMEOUT_S
 from megatron_ft.doctor.meeting import Message
 from megatron_ft.qualify.outcomes import CheckFailed, Found, Measured, NotHere, Qualification
 from megatron_ft.qualify.team import Team
+from megatron_ft.types import named
 
 MIB = 1 << 20
 SIZES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
@@ -172,9 +173,9 @@ class CommunicatorChecks:
                 team.signal(victim, signal.SIGCONT)
         waits = {member: {**ended[member], "by_itself": early[member]["over"]} for member in others}
         if still := [member for member in others if not waits[member]["over"]]:
-            raise CheckFailed(f"{_named(still)} still wait {_NEWS_S:g} s after the news")
+            raise CheckFailed(f"{named(still)} still wait {_NEWS_S:g} s after the news")
         if done := [member for member in others if not waits[member]["error"]]:
-            raise CheckFailed(f"the all-reduce counts as done in {_named(done)}, and group {victim} took no part")
+            raise CheckFailed(f"the all-reduce counts as done in {named(done)}, and group {victim} took no part")
         left = others if number is signal.SIGKILL else team.everybody
         closed = team.tell(dict.fromkeys(left, {"do": "close"}), ABORT_TIMEOUT_S + 10.0)
         for member, said in closed.items():
@@ -199,7 +200,3 @@ def _right(said: Mapping[int, Message], what: str) -> None:
 
 def _longest(waits: Mapping[int, Message], since: str) -> float:
     return max((max(0.0, one[since]) for one in waits.values()), default=0.0)
-
-
-def _named(members: Sequence[int]) -> str:
-    return f"group{'s' * (len(members) > 1)} {' '.join(map(str, members))}"

@@ -24,7 +24,7 @@ from megatron_ft.report.presence import Stage, died, stages
 from megatron_ft.report.words import ended
 from megatron_ft.runlog.invariants import LOSS_TOLERANCE
 from megatron_ft.runlog.run_record import Failure, RunRecord, Span
-from megatron_ft.types import given
+from megatron_ft.types import given, named
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 STATES = {
@@ -112,9 +112,9 @@ def _mark_failures(axes: Axes, record: RunRecord) -> None:
 
 def _lost(failures: list[Failure]) -> str:
     """Return "group 2 lost (SIGKILL)", or "groups 1 2 lost (SIGKILL)" when they share a recovery."""
-    groups = " ".join(str(failure.fault["group"]) for failure in failures)
+    groups = [failure.fault["group"] for failure in failures]
     causes = {textwrap.shorten(ended(failure.fault), 40, placeholder=" ..."): None for failure in failures}
-    return f"group{'s' if len(failures) > 1 else ''} {groups} lost ({', '.join(causes)})"
+    return f"{named(groups)} lost ({', '.join(causes)})"
 
 
 def _difference(axes: Axes, record: RunRecord, reference: RunRecord) -> None:

@@ -12,12 +12,12 @@ Assumes: the caller leaves out a host whose report is invalid or old.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_ft.core.detection.rank_health import Health, Limits
-from megatron_ft.types import GroupId
+from megatron_ft.types import GroupId, named
 
 Place = Literal["starting", "outside", "dataset", "kernel", "working", "waiting", "ended", "busy"]
 """The place of a rank. ``ended``: it has made its last step and waits for the end of the run. ``busy``: at work, for no
@@ -79,14 +79,14 @@ class Line:
     over: bool = False
 
     def __str__(self) -> str:
-        late, one = _names(self.late), len(self.late) == 1
+        late, one = named(self.late), len(self.late) == 1
         if self.over:
             return f"{late} {'goes' if one else 'go'} on after {self.seconds:.0f} s {WORDS[self.place]}"
         if not self.waiting:
             ends = "" if self.place == "ended" else ": storage does not answer"
             return f"{late} {'is' if one else 'are'} {WORDS[self.place]} for {self.seconds:.0f} s{ends}"
         waits = "waits" if len(self.waiting) == 1 else "wait"
-        return f"{_names(self.waiting)} {waits} for {late}, {WORDS[self.place]}, {self.seconds:.0f} s"
+        return f"{named(self.waiting)} {waits} for {late}, {WORDS[self.place]}, {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,3 @@ def _over(ended: Mapping[GroupId, Told]) -> list[Line]:
     places = {told.place for told in ended.values()}
     of = {place: [group for group, told in ended.items() if told.place == place] for place in WORDS if place in places}
     return [Line(tuple(sorted(of[place])), (), place, max(ended[g].seconds for g in of[place]), True) for place in of]
-
-
-def _names(groups: Sequence[GroupId]) -> str:
-    return f"{'group' if len(groups) == 1 else 'groups'} {' '.join(map(str, groups))}"

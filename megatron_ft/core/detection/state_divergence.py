@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
-from megatron_ft.types import GroupId, View
+from megatron_ft.types import GroupId, View, named
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ def nonfinite_minority(flagged: Mapping[GroupId, bool]) -> tuple[GroupId, ...]:
 
 def words(sets: tuple[tuple[GroupId, ...], ...]) -> str:
     """Return the sets of groups that hold equal states as text for messages: ``group 0 and groups 1 2``."""
-    return " and ".join(f"group{'s' * (len(groups) > 1)} {' '.join(map(str, groups))}" for groups in sets)
+    return " and ".join(map(named, sets))
