@@ -309,7 +309,7 @@ def _store() -> Iterator[Target]:
     _server, port = store.host(HERE, 0)
     member = ControlStore((HERE, port), "run", WAIT_S, secret=SECRET)
     stranger = dist.TCPStore(HERE, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-    reads = {"k": member.get, "view/1": member.get, "report/1": member.members, "done": member.members, "beat/x": None}
+    reads = {"k": member.get, "view/1": member.get, "report/1": member.members, "done": member.members}
     numbers = iter(range(10**7))
 
     def give(rng: random.Random) -> None:
@@ -319,10 +319,7 @@ def _store() -> Iterator[Target]:
             stranger.append(f"run/{key}", data)
         else:
             stranger.set(f"run/{key}", data)
-        if reads[key] is None:
-            member.beating("x")
-        else:
-            reads[key](key)
+        reads[key](key)
         index = next(numbers)
         if index % 10 == 0:
             stranger.set(f"run/{NOTICES}/{index // 10}", data)

@@ -131,20 +131,6 @@ class StoreContract:
     def test_equal_entries_are_both_kept(self, served: ControlStore):
         assert (served.append("log", "same"), served.append("log", "same")) == (0, 1)
 
-    def test_a_beat_stops_with_its_owner(self, served: ControlStore):
-        """Group 1 beats once, with the shortest possible timeout; group 0 is alive during the check."""
-        reader = served.clone()
-        assert not reader.beating("group 0")
-        served.beat("group 0", DEADLINE_S)
-        assert reader.beating("group 0")
-        served.beat("group 0", DEADLINE_S)
-        assert reader.beating("group 0")
-        served.beat("group 1", 2.0)
-        await_(lambda: not reader.beating("group 1"), "the beat ends")
-        served.beat("group 1", DEADLINE_S)
-        assert reader.beating("group 1"), "a beat begins again"
-        assert reader.beating("group 0"), "and another's has not ended with it"
-
     def test_a_process_group_is_built_through_it(self, served: ControlStore):
         def reduce(rank: int) -> list[float]:
             rendezvous = dist.PrefixStore("inner", served.clone().rendezvous("outer/1/0"))

@@ -56,8 +56,6 @@ CALLS = {
     "wait": lambda store: store.wait("never", 0.1),
     "append": lambda store: store.append("log", 1),
     "entry": lambda store: store.entry("log", 7, 0.1),
-    "beat": lambda store: store.beat("group 0", 1.0),
-    "beating": lambda store: store.beating("group 0"),
     "rendezvous": lambda store: store.rendezvous("outer/1/0"),
     "clone": lambda store: store.clone().get("key"),
     "restore": lambda store: store.restore(4, VIEW),
@@ -65,7 +63,7 @@ CALLS = {
 }
 
 
-REFUSED = ("get", "create", "set", "append", "wait", "beat", "clone")
+REFUSED = ("get", "create", "set", "append", "wait", "clone")
 """Not the rendezvous, which waits for the store by itself."""
 
 

@@ -132,22 +132,6 @@ def test_a_forged_notice_is_ignored_and_those_after_it_are_heard(place, value):
     assert place.own.entry(NOTICES, 4, 0.1) is None
 
 
-def test_a_forged_beat_does_not_count_and_an_old_one_keeps_no_group_alive(place):
-    place.forge("beat/x", b"now 1 1000")
-    assert not place.own.beating("x")
-    place.own.beat("x", 1000.0)
-    old = place.stranger.get("run/beat/x")
-    place.own.beat("x", 0.2)
-    reader = place.member()
-    assert reader.beating("x")
-
-    def beats() -> bool:
-        place.forge("beat/x", old)
-        return reader.beating("x")
-
-    await_(lambda: not beats(), "the owner has gone")
-
-
 def test_a_forged_marker_costs_no_memory(place):
     """With another memory all logs would begin again."""
     place.own.begin()
@@ -164,12 +148,10 @@ def test_a_forged_marker_costs_no_memory(place):
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(key=st.sampled_from(["k", "view/1", "notice/0", "c", "beat/x"]), value=st.binary(max_size=200))
+@given(key=st.sampled_from(["k", "view/1", "notice/0", "c"]), value=st.binary(max_size=200))
 def test_no_bytes_at_any_key_raise_anything(place, key, value):
     place.forge(key, value)
     place.own.get(key)
     place.own.members(key)
-    assert place.own.beating("x") is False
-    if key != "beat/x":
-        place.own.claim(key, 1)
+    place.own.claim(key, 1)
     assert len(place.own._memory.forged) < 1000

@@ -91,8 +91,6 @@ class ControlStore:
         self.address, self.run_id, self.timeout_s = address, run_id, timeout_s
         self._secret = secret or secrets.here()
         self._mac_key = self._secret.of("store", run_id)
-        self._beats: dict[str, int] = {}
-        self._heard: dict[str, tuple[list[float], float]] = {}
         self._memory = memory or _Memory()
         self._tries: dict[str, tuple[str | None, int]] = {}
         self._only: str | None = None
@@ -265,27 +263,6 @@ class ControlStore:
         """Remove all keys of this run, and its marker, when no process will ask for them any more."""
         self.delete(self.listed())
         self._client.delete([self._marker])
-
-    # --- signs of life ------------------------------------------------------------------------------------------------
-
-    def beat(self, name: str, ttl_s: float) -> None:
-        """Write a sign of life of ``name``; repeat it at least every third of ``ttl_s``. Readers watch it change."""
-        key = self._key(f"beat/{name}")
-        # Numbers also grow from one owner to the next, so that an older beat that is written again is recognised.
-        self._beats[key] = max(self._beats.get(key, 0) + 1, time.time_ns())
-        self._client.set(key, self._wrapped(key, [self._beats[key], ttl_s]))
-
-    def beating(self, name: str) -> bool:
-        """Return whether ``name`` gave a sign of life within its ``ttl_s``, on this process' clock. The first look
-        counts as one."""
-        key, now = self._key(f"beat/{name}"), time.monotonic()
-        beat = self._value(key, self._client.get(key))
-        if beat is None:
-            return False
-        if key not in self._heard or beat > self._heard[key][0]:  # an older beat that is written again does not count
-            self._heard[key] = beat, now
-        (_, ttl_s), heard = self._heard[key]
-        return now - heard <= ttl_s
 
     # --- process groups -----------------------------------------------------------------------------------------------
 
