@@ -38,19 +38,13 @@ def run(options: argparse.Namespace) -> int:
         from megatron_ft.launchers.slurm import job_array
 
         where = job_array.place(os.environ)
-        limits = job_array.limits(run.fault_tolerance, where, asked.spare_hosts, options.failures_per_node)
-        return job_array.ArrayTask(asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, where).run()
+        of_array = job_array.limits(run.fault_tolerance, where, asked.spare_hosts, options.failures_per_node)
+        return job_array.ArrayTask(asked.words, asked.run_dir.resolve(), asked.spare_hosts, of_array, where).run()
+    limits = supervisor_loop.limits(
+        run.fault_tolerance, per_node=options.failures_per_node, stop_before_s=options.stop_before_s
+    )
     return supervisor.Supervisor(
-        supervisor.Options(
-            launch=asked.words,
-            run=run,
-            run_dir=asked.run_dir.resolve(),
-            spares=asked.spare_hosts,
-            limits=supervisor_loop.limits(
-                run.fault_tolerance, per_node=options.failures_per_node, stop_before_s=options.stop_before_s
-            ),
-            waits=options.second,
-        )
+        asked.words, run, asked.run_dir.resolve(), asked.spare_hosts, limits, options.second
     ).run()
 
 

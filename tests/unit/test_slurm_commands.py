@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers.slurm import commands, job_array
-from megatron_ft.launchers.slurm.supervisor import Options, Supervisor
+from megatron_ft.launchers.slurm.supervisor import Supervisor
 from megatron_ft.launchers.supervisor_loop import limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
@@ -43,9 +43,8 @@ def test_the_switch_of_each_node(said):
 def test_groups_are_spread_over_switches(said, tmp_path, groups, nodes, spares, domains):
     """n1, the node of the batch shell, is the last host."""
     run = schema.resolve({}, groups=groups, ranks_per_group=2)
-    options = Options(["--x"], run, tmp_path, spares, limits(run.fault_tolerance))
     environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
-    made = Supervisor(options, environ)
+    made = Supervisor(["--x"], run, tmp_path, spares, limits(run.fault_tolerance), environ=environ)
     assert made._nodes == ["n2", "n3", "n4", "n1"]
     assert made._domains(made._nodes[: 4 - spares]) == ["--failure-domains", domains]
 

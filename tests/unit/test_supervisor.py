@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_the_record_of_an_earlier_job_does_not_end_this_one(tmp_path, here, monk
         LATER_S + 60.0: ended,
     }
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), run_dir, 0, limits)
     assert own.run() == 0 and clock.now > LATER_S
     assert not here.cancelled
 
@@ -127,7 +126,7 @@ def test_a_restarted_supervisor_knows_that_its_run_has_stopped(tmp_path, here, m
     record_of(tmp_path / "run", "one", "7.0.0.1", {"event": "stop", "exit_code": 3, "reason": "a model that diverged"})
     here.start(None, "n1", "mft/0/n1/0", [], None)
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), tmp_path / "run", 0, limits)
     monkeypatch.setattr(commands, "cancel", lambda step: here.end())
     assert own.run() == 3
 
@@ -149,7 +148,7 @@ def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node
         LATER_S: ended,
     }
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=2)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), run_dir, 0, limits)
     assert own.run() == 0
     assert [name for name in here.steps if name.startswith("mft/")] == ["mft/0/n2/0", "mft/0/n1/0", "mft/1/n1/0"]
     assert here.cancelled and not own._loop.job.nodes["n1"].failures
@@ -177,7 +176,7 @@ def test_the_end_of_a_start_does_not_end_the_one_after_it(tmp_path, here, monkey
         60.0 + LATER_S: ended,
     }
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=2)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), run_dir, 0, limits)
     assert own.run() == 0 and not here.cancelled
     assert sorted(name for name in here.steps if "mft/1/" in name) == ["mft/1/n1/0", "mft/1/n2/0"]
 
@@ -198,7 +197,7 @@ def test_a_run_whose_store_does_not_answer_is_told_to_stop_again(tmp_path, here,
     monkeypatch.setattr(commands, "ending", lambda job: False)
     monkeypatch.setattr(commands, "requeue", lambda job: "")
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), tmp_path / "run", 0, limits)
     clock.at = {5.0: lambda: own._signalled(signal.SIGUSR1, None)}
     assert own.run() == supervisor.REQUEUED
     assert asked == ["SIGUSR1: the job is to end soon"] * 3
@@ -210,7 +209,7 @@ def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, 
     record_of(tmp_path / "run", "one", "7.0.0.1")
     here.start(None, "n1", "mft/0/n1/5", [], None)
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
-    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
+    own = supervisor.Supervisor([], RunConfig(groups=2), tmp_path / "run", 0, limits)
     own._ask_slurm()
     own._adopt(own._found())
     node = own._loop.job.nodes["n1"]
@@ -218,8 +217,8 @@ def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, 
 
 
 def test_a_supervisor_that_was_silent_is_off_duty_when_it_is_back(tmp_path, here):
-    options = supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
-    first, second = (supervisor.Supervisor(replace(options, waits=waits)) for waits in (False, True))
+    own = ([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
+    first, second = (supervisor.Supervisor(*own, waits) for waits in (False, True))
 
     def on_duty(one: supervisor.Supervisor) -> bool:
         one._beat_at = -float("inf")
@@ -233,7 +232,7 @@ def test_a_supervisor_that_was_silent_is_off_duty_when_it_is_back(tmp_path, here
         assert [on_duty(first), on_duty(second)] == [True, False]
     assert after_a_silence(second)
     assert [on_duty(first), on_duty(second)] == [False, True], "the first one was frozen and has resumed"
-    again = supervisor.Supervisor(options)
+    again = supervisor.Supervisor(*own)
     for _ in range(2 * supervisor._SILENT_LOOKS):
         assert [on_duty(again), on_duty(second)] == [False, True], "the batch script has started one"
     assert after_a_silence(again)
@@ -245,5 +244,5 @@ def test_a_first_supervisor_acts_where_it_can_give_no_sign_of_life(tmp_path, her
         raise OSError("Operation not permitted")
 
     monkeypatch.setattr(supervisor.shared_file, "create", no_links)
-    options = supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
-    assert [supervisor.Supervisor(replace(options, waits=waits))._on_duty() for waits in (False, True)] == [True, False]
+    own = ([], RunConfig(groups=2), tmp_path / "run", 0, supervisor_policy.Limits())
+    assert [supervisor.Supervisor(*own, waits)._on_duty() for waits in (False, True)] == [True, False]

@@ -50,21 +50,6 @@ _BEAT_S, _SILENT_LOOKS = 3.0, 5
 _SILENT_S = _BEAT_S * _SILENT_LOOKS
 
 
-@dataclass(frozen=True)
-class Options:
-    """``launch``: arguments of ``megatron-ft launch``, which contain ``run``, ``run_dir`` and ``spares``.
-
-    ``waits``: run as the second supervisor, which waits until the first is lost.
-    """
-
-    launch: Sequence[str]
-    run: RunConfig
-    run_dir: Path
-    spares: int
-    limits: supervisor_policy.Limits
-    waits: bool = False
-
-
 @dataclass
 class _Step:
     """A step that this supervisor has started, until its srun ends."""
@@ -74,21 +59,33 @@ class _Step:
 
 
 class Supervisor(Port):
-    """One supervisor. Raises ``LaunchError`` outside of a Slurm job, or with too few nodes."""
+    """One supervisor. ``launch``: arguments of ``megatron-ft launch``, which contain ``run``, ``run_dir`` and ``spares``.
+    ``waits``: it is the second supervisor, which waits until the first is lost. Raises ``LaunchError`` outside of a Slurm
+    job, or with too few nodes."""
 
     look_s, stop_hint, off_duty = 0.5, "", False
 
-    def __init__(self, options: Options, environ: Mapping[str, str] = os.environ) -> None:
-        self._options = options
+    def __init__(
+        self,
+        launch: Sequence[str],
+        run: RunConfig,
+        run_dir: Path,
+        spares: int,
+        limits: supervisor_policy.Limits,
+        waits: bool = False,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._launch, self._run, self._run_dir = launch, run, run_dir
+        self._spares, self._limits, self._waits = spares, limits, waits
         self._slurm = commands.job(environ)
         here, nodes = self._slurm.here, self._slurm.nodes
         self._nodes = [*(node for node in nodes if node != here), here]
-        if options.spares >= len(self._nodes):
+        if spares >= len(self._nodes):
             raise LaunchError(
-                f"--spare-hosts is {options.spares} and the job has {len(self._nodes)} nodes; at least one must not be spare"
+                f"--spare-hosts is {spares} and the job has {len(self._nodes)} nodes; at least one must not be spare"
             )
-        notes = Notes(options.run_dir, "slurm", job=self._slurm.id)
-        self._loop = SupervisorLoop(self, self._nodes, options.run_dir, options.launch, options.limits, notes)
+        notes = Notes(run_dir, "slurm", job=self._slurm.id)
+        self._loop = SupervisorLoop(self, self._nodes, run_dir, launch, limits, notes)
         self._steps: dict[str, _Step] = {}
         self._codes: dict[str, int] = {}
         self._listed: Mapping[str, str] | None = {}
@@ -97,7 +94,7 @@ class Supervisor(Port):
         self._asked_at = self._beat_at = -float("inf")
         self._second, self._seconds = "", 0
         self._told = ""
-        self._duty = _Duty(options.run_dir, f"{self._slurm.id}.{self._slurm.restarts}", options.waits)
+        self._duty = _Duty(run_dir, f"{self._slurm.id}.{self._slurm.restarts}", waits)
 
     def run(self) -> int:
         """Returns the exit code when the job is over."""
@@ -105,7 +102,7 @@ class Supervisor(Port):
             if number != signal.SIGINT:
                 signal.signal(number, self._signalled)
         code = None
-        for line in history.lines(self._options.run_dir):
+        for line in history.lines(self._run_dir):
             self._loop.notes.on_line(line)
             code = run_state.outcome(line, code)
         self._ask_slurm()
@@ -115,10 +112,10 @@ class Supervisor(Port):
         running = self._found()
         if running:
             self._adopt(running)
-        elif self._options.waits:
+        elif self._waits:
             return 0  # no step is left to supervise
         else:
-            run_lock.check_free(self._options.run_dir, self._launches)
+            run_lock.check_free(self._run_dir, self._launches)
             self._loop.start_all()
         return self._loop.follow()
 
@@ -159,11 +156,11 @@ class Supervisor(Port):
             node for node, its in self._loop.job.nodes.items() if node != self._slurm.here and its.step in running
         ]
         if others:
-            own = ["--stop-before-s", str(self._options.limits.stop_before_s)]
-            own += ["--failures-per-node", str(self._options.limits.per_node), "--second"]
+            own = ["--stop-before-s", str(self._limits.stop_before_s)]
+            own += ["--failures-per-node", str(self._limits.per_node), "--second"]
             self._seconds += 1
             self._second = f"mft-second/{os.getpid()}/{self._seconds}"
-            self._start_step(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch])
+            self._start_step(others[-1], self._second, ["supervise", *own, "launch", *self._launch])
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
@@ -207,9 +204,8 @@ class Supervisor(Port):
         if attempt:
             well = [node for node in nodes if node not in lost and commands.node_up(node) is not False]
             nodes = well or nodes  # Slurm takes all nodes for lost: it may be wrong
-        spares = self._options.spares
-        domains = self._domains(nodes[: len(nodes) - spares])
-        return nodes, spares, ["--job-id", f"{self._launches}{attempt}.{os.getpid()}", *domains]
+        domains = self._domains(nodes[: len(nodes) - self._spares])
+        return nodes, self._spares, ["--job-id", f"{self._launches}{attempt}.{os.getpid()}", *domains]
 
     def start(self, node: str, attempt: int, number: int, command: Sequence[str]) -> str:
         """See :class:`Port`."""
@@ -240,10 +236,10 @@ class Supervisor(Port):
             return self._requeue(action.why)
         code, why = action.code, action.why
         say(f"{why} (exit code {code})")
-        if not self._options.waits:
+        if not self._waits:
             self._loop.notes.note("ends", exit_code=code, reason=why)
         commands.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
-        if self._options.waits:
+        if self._waits:
             time.sleep(_SILENT_S)  # a living batch shell ends the job, and this process with it
             self._loop.notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
             commands.cancel(self._slurm.id)
@@ -260,7 +256,7 @@ class Supervisor(Port):
 
     def _domains(self, nodes: Sequence[str]) -> list[str]:
         """Returns the option with the switch of each group, if Slurm has several switches."""
-        run, switch = self._options.run, commands.switches(nodes)
+        run, switch = self._run, commands.switches(nodes)
         home: dict[int, str] = {}
         for rank, node in enumerate(nodes if switch else ()):
             for group, _ in ranks_of(rank, len(nodes), run.groups, run.ranks_per_group):
@@ -269,7 +265,7 @@ class Supervisor(Port):
 
     def _start_step(self, node: str, name: str, command: Sequence[str]) -> str:
         """Starts a step on a node. Returns its name, or "" when srun cannot be run."""
-        log = self._options.run_dir.parent / f"{self._options.run_dir.name}.agents.log"
+        log = self._run_dir.parent / f"{self._run_dir.name}.agents.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             srun = commands.start_step(
@@ -289,10 +285,10 @@ class Supervisor(Port):
         nodes = {}
         for node in self._nodes:
             number = ends.get(node, 0)
-            failures = min(number, self._options.limits.per_node - 1)
+            failures = min(number, self._limits.per_node - 1)
             nodes[node] = supervisor_policy.Node(running.get(node, ""), failures, excused=number - failures)
         self._loop.job = supervisor_policy.Job(nodes, attempt)
-        if not run_directory.launch_of(self._options.run_dir).startswith(self._launches):
+        if not run_directory.launch_of(self._run_dir).startswith(self._launches):
             self._loop.notes.begin()
             self._note_job()
 
