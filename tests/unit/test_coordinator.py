@@ -18,7 +18,8 @@ def coordinator(directory) -> CheckpointCoordinator:
     agreement = MagicMock(run_id="run")
     agreement.clone.return_value.get.return_value = None
     config = schema.resolve({"fault_tolerance": {"checkpoint": {"directory": str(directory)}}}, groups=3)
-    return CheckpointCoordinator(MagicMock(group=1, lost_because=""), MagicMock(), config, agreement, MagicMock())
+    rank = MagicMock(group=1, lost_because="", agreement=agreement)
+    return CheckpointCoordinator(MagicMock(rank=rank), config)
 
 
 @pytest.mark.parametrize("live", [(1, 2), (0, 1, 2)])

@@ -29,19 +29,16 @@ from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config import rank_env
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle import checkpoint_protocol
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.state import GroupState
 from megatron_ft.errors import CheckpointError, RunStopped
-from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
 from megatron_ft.utils import directory_lock
 from megatron_ft.worker import orders
 from megatron_ft.worker.checkpointing.participant import saved_key
 from megatron_ft.worker.group_executor import GroupExecutor
-from megatron_ft.worker.rank_executor import RankExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -55,11 +52,6 @@ for this one at the end) is not less. A file system that hangs must not keep tho
 _TRIES_AT_END = 3
 STOPPED = "stopped"
 """The key under which the whole job is told that it ends, and why."""
-
-
-def standing(attempt: str) -> str:
-    """Return the name of the collection of groups that do not go on after that save, the last one."""
-    return f"stands/{attempt}"
 
 
 class _Attempt:
@@ -76,18 +68,12 @@ class _Attempt:
 
 
 class CheckpointCoordinator:
-    """One leader's checkpoints. Only the training thread calls its methods, except for :meth:`hear`."""
+    """One leader's checkpoints. Only the training thread calls its methods, except for :meth:`on_signal`."""
 
-    def __init__(
-        self,
-        rank: RankExecutor,
-        executor: GroupExecutor,
-        config: RunConfig,
-        agreement: CoordinationClient,
-        history: History,
-    ) -> None:
-        self._rank, self._executor, self._config, self._history = rank, executor, config, history
-        self._agreement, self._own = agreement, agreement.clone()
+    def __init__(self, executor: GroupExecutor, config: RunConfig) -> None:
+        self._executor, self._config = executor, config
+        self._rank = rank = executor.rank
+        self._agreement, self._own, self._history = rank.agreement, rank.agreement.clone(), rank.history
         self._settings = config.fault_tolerance.checkpoint
         self._directory = Path(self._settings.directory)
         self.on = bool(self._settings.directory)
@@ -100,7 +86,6 @@ class CheckpointCoordinator:
             setting=None if period_s == config_module.AUTO else period_s
         )
         self._order: Saves | None = None
-        self._former: Saves | None = None
         self._heard = Saves(-1, -1, "", (), -1)
         self._attempt: _Attempt | None = None
         self._tries, self._tries_at_end, self._passed = 0, 0, -1
@@ -122,8 +107,7 @@ class CheckpointCoordinator:
             self._told |= set(word.groups)
             self._why = self._why or word.why
         elif word.attempt != self._heard.attempt and (word.epoch, word.at) >= (self._heard.epoch, self._heard.at):
-            self._heard, self._last = word, time.monotonic()
-            self._order = self._former = word
+            self._heard, self._order, self._last = word, word, time.monotonic()
             if word.last and word.at <= self._passed:  # after setting the order: the boundary reads in reverse order
                 self._too_late(word)
         self._news = True
@@ -199,7 +183,10 @@ class CheckpointCoordinator:
             attempt.dropped = why
         elif attempt is not None:
             self._history.write()  # no checkpoint may have a step that the record lacks
-            attempt.meta = self._meta(state, order)
+            job = self._rhythm.to_json(time.monotonic() - self._began, planned=order.last)
+            result, identity = given(self._rank.result), self._rank.identities.agreed
+            speeds = codec.encode(state.speeds)
+            attempt.meta = restore.meta(self._config, state.job.steps, result, speeds, job, identity)
         if self._rank.group in order.voices:
             if not why:
                 self._executor.carry_out(orders.Save(order))
@@ -214,26 +201,17 @@ class CheckpointCoordinator:
         view, me = state.view, self._rank.group
         self._tries += 1
         attempt = f"{self._agreement.run_id}.e{view.epoch}.{me}.{self._tries}"
-        writers = checkpoint_protocol.writers(view.live, self._domains(), self._avoid)
+        domains = self._config.fault_tolerance.failure_domains
+        places = {} if domains == config_module.AUTO else dict(enumerate(domains))
+        writers = checkpoint_protocol.writers(view.live, places, self._avoid)
         witnesses = checkpoint_protocol.witnesses(view.live, writers, self._asks_all)
         order = Saves(at, view.epoch, attempt, writers, me, last, witnesses)
-        former = self._former if self._former is not None and self._former.by not in view.live else None
+        former = self._heard if self._heard.attempt and self._heard.by not in view.live else None
         self._order, self._heard, self._last = order, order, time.monotonic()
         self._attempt = _Attempt(order, view, former)
         refused = self._background.start(f"step {at}", partial(self._conduct, self._attempt))
         if refused:
             self._failed(refused)
-
-    def _domains(self) -> dict[int, Any]:
-        domains = self._config.fault_tolerance.failure_domains
-        return {} if domains == config_module.AUTO else dict(enumerate(domains))
-
-    def _meta(self, state: GroupState, order: Saves) -> dict[str, Any]:
-        job = self._rhythm.to_json(time.monotonic() - self._began, planned=order.last)
-        identity = self._rank.identities.agreed
-        return restore.meta(
-            self._config, state.job.steps, given(self._rank.result), codec.encode(state.speeds), job, identity
-        )
 
     def _settle(self) -> None:
         """Take in the outcome of the attempt that this rank conducts."""
@@ -299,7 +277,8 @@ class CheckpointCoordinator:
         """Wait until the last checkpoint of a job that was told to stop is there, or cannot be. Returns when the epoch
         ends first: the job then goes on, and stops a little later."""
         self._rank.progress.enter("waiting")
-        self._agreement.stands(standing(order.attempt))
+        stands = f"stands/{order.attempt}"  # the groups that do not go on after this save
+        self._agreement.stands(stands)
         deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
         reason = None
         # no limit: the attempt to save has a limit, the end of the epoch ends it, and agents kill ranks 25 s after a
@@ -311,7 +290,9 @@ class CheckpointCoordinator:
             over = self._rank.link.concerned(state.view, order.at)
             if not mine:
                 reason = self._agreement.get(STOPPED)
-            elif self._is_made() and (self._all_stand(order, state.view) or time.monotonic() > deadline):
+            elif self._is_made() and (
+                self._agreement.standing(stands) >= set(state.view.live) or time.monotonic() > deadline
+            ):
                 reason = self._why
                 self._agreement.put(STOPPED, reason)
                 self._history.write()
@@ -328,9 +309,6 @@ class CheckpointCoordinator:
         """Return True if the attempt that this rank conducts has ended, successfully or not."""
         self._settle()
         return self._attempt is None
-
-    def _all_stand(self, order: Saves, view: View) -> bool:
-        return self._agreement.standing(standing(order.attempt)) >= set(view.live)
 
     def close(self) -> None:
         """Release the directory for the next job: the run has ended."""

@@ -27,15 +27,12 @@ from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.core.protocol import signals
 from megatron_ft.engines.port import Engine
 from megatron_ft.errors import CheckpointError, FTError
-from megatron_ft.types import given
 from megatron_ft.worker import registered_state
 from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.state_checksum import StateCheck
 
 _log = logging.getLogger(__name__)
 
-_UNCOPIED = (FTError, MemoryError, RuntimeError)
-"""What a copy of the state raises; torch raises the last one when memory runs out."""
 _POLL_S = 0.02
 _PATIENCE_S = 600.0
 """Seconds: a file system that hangs does not keep a job from ending."""
@@ -65,11 +62,12 @@ class CheckpointParticipant:
     def take(self, order: Saves, engine: Engine, states: StateCheck) -> None:
         """Copy this rank's share and begin to write it; the receipt has the checksum of its whole state. A witness
         sends that checksum and writes nothing."""
-        if order.part_of(self._group) is None:
-            self._say_beside(order, {"state": states.whole(order.at)})
+        part = order.part_of(self._group)
+        if part is None:
+            self._beside(self._say, order, {"state": states.whole(order.at)})
             return
         started = time.monotonic()
-        refused = self._copy_and_start(order, engine, states)
+        refused = self._copy_and_start(order, part, engine, states)
         if refused:
             self.decline(order, refused)
         self.cost_s = time.monotonic() - started
@@ -78,38 +76,34 @@ class CheckpointParticipant:
         """Write all of this rank's state, which ``step`` starts from; no other group writes a part of it. Returns the
         receipt once it is durable, or why there is none (``error``)."""
         try:
-            copy = checkpoint.snapshot(self._state(engine), 0, 1)
-        except _UNCOPIED as error:
-            return {"error": f"its state cannot be copied: {error}"}
-        try:
-            return self._write_part(step, attempt, copy)
+            return self._write_part(step, attempt, self._copy(engine, 0, 1))
         except CheckpointError as error:
             return {"error": str(error)}
 
-    def _state(self, engine: Engine) -> dict[str, Any]:
-        state = dict(engine.state())
-        if self._registered:
-            state[registered_state.KEY] = self._registered.state()
-        return state
+    def _copy(self, engine: Engine, part: int, parts: int) -> checkpoint.Snapshot:
+        try:
+            state = dict(engine.state())
+            if self._registered:
+                state[registered_state.KEY] = self._registered.state()
+            return checkpoint.snapshot(state, part, parts)
+        except (FTError, MemoryError, RuntimeError) as error:  # torch raises the last one when memory runs out
+            raise CheckpointError(f"its state cannot be copied: {error}") from None
 
-    def _copy_and_start(self, order: Saves, engine: Engine, states: StateCheck) -> str | None:
-        if order.last:
-            self._wait_for_former()
+    def _copy_and_start(self, order: Saves, part: int, engine: Engine, states: StateCheck) -> str | None:
+        """Return the reason why it cannot, if there is one."""
+        deadline = time.monotonic() + _PATIENCE_S
+        # This one is the last chance, e.g. after a planned last save that failed: it waits for the one before.
+        while order.last and self._saver.busy and not self._lost() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self._saver.poll()
         if self._saver.busy:  # before the copy: memory for two may not be there
             return self._saver.start(f"step {order.at}", lambda: None)
         try:
-            copy = checkpoint.snapshot(self._state(engine), given(order.part_of(self._group)), len(order.writers))
-        except _UNCOPIED as error:
-            return f"its state cannot be copied: {error}"
+            copy = self._copy(engine, part, len(order.writers))
+        except CheckpointError as error:
+            return str(error)
         whole = states.whole(order.at) if len(order.voices) > 1 else 0
         return self._saver.start(f"step {order.at}", lambda: self._write(order, copy, whole))
-
-    def _wait_for_former(self) -> None:
-        """Wait for the save before: this one is the last chance, e.g. after a planned last save that failed."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._saver.busy and not self._lost() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def _write(self, order: Saves, copy: checkpoint.Snapshot, whole: int) -> None:
         said: dict[str, Any] = {"error": "its writer ended for an unknown reason"}
@@ -130,14 +124,14 @@ class CheckpointParticipant:
 
     def decline(self, order: Saves, why: str, late: bool = False) -> None:
         """Report that this rank does not save as ordered."""
-        self._say_beside(order, {"error": why, "late": late})
-
-    def _say_beside(self, order: Saves, said: dict[str, Any]) -> None:
-        threading.Thread(target=self._say, args=(order, said), name="checkpoint-word", daemon=True).start()
+        self._beside(self._say, order, {"error": why, "late": late})
 
     def tell(self, signal: signals.Signal) -> None:
         """Tell all groups. Callable from any thread."""
-        threading.Thread(target=self._tell, args=(signal,), name="checkpoint-word", daemon=True).start()
+        self._beside(self._tell, signal)
+
+    def _beside(self, target: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=target, args=arguments, name="checkpoint-word", daemon=True).start()
 
     def _tell(self, signal: signals.Signal) -> None:
         with self._speaking, contextlib.suppress(FTError):  # the waiting group has a time limit
