@@ -19,11 +19,13 @@ from megatron_ft.audit.audit_run import Script
 from megatron_ft.config import rank_env
 from megatron_ft.errors import ConfigError
 from megatron_ft.runlog import history, run_directory
-from megatron_ft.types import Microbatch, host_name
+from megatron_ft.types import Microbatch, host_name, listed
 from megatron_ft.utils import shared_file
 
 _OURS = ("policy", "standby", "redundancy", "placement", "failure_domains", "min_groups", "verify", "store", "rejoin")
 """Settings that only say who computes what."""
+_SHOWN = 10
+"""Number of steps that differ in a message."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +119,10 @@ def _compare(
         differ = [one for one in sorted(again) if again[one].get(name) != theirs.get(one, {}).get(name)]
         wrong += len(differ)
         what = name.replace("_", " ")
-        print(f"{what}: " + (f"differs in steps {_spans(differ)}" if differ else f"equal in all {len(again)} steps"))
+        print(
+            f"{what}: "
+            + (f"differs in steps {listed(differ, _SHOWN)}" if differ else f"equal in all {len(again)} steps")
+        )
     wrong += _compare_digests(run_dir, lines, mine, step, asked)
     ends = [line for line in lines if line["event"] == "end" and line["step"] == step]
     if ends:
@@ -151,23 +156,11 @@ def _compare_digests(
     if not said:
         print("digests: the run has recorded none" + (f" of {asked}" if asked else f" in step {step}"))
         return 0
-    hosts, wrong = _hosts(run_dir), 0
+    ranks, wrong = run_directory.read(run_dir / "ranks.json"), 0
+    hosts = {one["group"]: f" on {host_name(one['host'])}" for one in ranks}
     for name, found in said.items():
         differ = [group for group, digest in found.items() if digest != computed.get(name)]
         wrong += len(differ)
         who = ", ".join(f"group {group}{hosts.get(int(group), '')}" for group in (differ or found))
         print(f"microbatch {name}: the digest of {who} " + ("is not that computed again" if differ else "agrees"))
     return wrong
-
-
-def _hosts(run_dir: Path) -> dict[int, str]:
-    """Return the host of each group as the record last knew it, in words."""
-    try:
-        ranks = json.loads(shared_file.read_record(run_dir / "ranks.json"))
-        return {one["group"]: f" on {host_name(one['host'])}" for one in ranks}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _spans(steps: Sequence[int]) -> str:
-    return f"{steps[0]} to {steps[-1]} ({len(steps)} of them)" if len(steps) > 3 else ", ".join(map(str, steps))

@@ -65,7 +65,7 @@ class BatchCheck:
         """Return whether a group of ``view`` has not been compared."""
         if view is None or view.epoch == self._epoch:
             return view is None
-        if _seats(view) <= self._done:
+        if self._done.issuperset(view.members):
             self._epoch = view.epoch
             return False
         return True
@@ -125,7 +125,7 @@ class BatchCheck:
         wrong = {group for one in found for group in one.wrong}
         if not wrong:
             compared = {group for one in found for group in one.groups}
-            self._done |= {seat for seat in _seats(view) if seat[0] in compared}
+            self._done |= {seat for seat in view.members if seat[0] in compared}
         return wrong
 
     def _differ(self, step: int, pair: Pair, at: int, waits: bool) -> str:
@@ -151,10 +151,6 @@ class BatchCheck:
             who = f"group {owner} has loaded microbatch{name} twice, with different results"
         what = batches.difference(found[0][1:], found[1][1:], where) if len(found) == 2 and all(found) else ""
         return f"{who}{what and ': '}{what}"
-
-
-def _seats(view: View) -> set[tuple[GroupId, int]]:
-    return {(group, view.incarnations.get(group, 0)) for group in view.live}
 
 
 def _tag(microbatch: Microbatch) -> int:

@@ -2,7 +2,7 @@
 
 The watcher's thread brings verdicts (:meth:`EpochLink.on_signal`): one that ends the epoch aborts the communicator, and a
 training thread that waits in a collective returns within milliseconds. All other methods belong to the training thread,
-except :meth:`EpochLink.abort` and :meth:`EpochLink.take_seat`.
+except :meth:`EpochLink.abort`.
 
 Failures it assumes: a verdict may arrive before its view, or in the step before the one that it is about; it is kept
 until that view's communicator stands. Any number of builds may fail.
@@ -14,10 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-import torch
-
 from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
@@ -30,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 class EpochLink:
     """``view`` is the view of the last communicator that was built, ``outer`` that communicator, or None while there is
-    none."""
+    none. ``connector`` builds it."""
 
     def __init__(self, env: RankEnvironment, agreement: CoordinationClient) -> None:
         self.view: View | None = None
         self.outer: Communicator | None = None
         self._group, self._agreement = env.group, agreement
-        self._connector = Connector(env, agreement)
+        self.connector = Connector(env, agreement)
         self._step = -1
         self._heard: tuple[signals.Verdict, ...] = ()
         self._told = -1
@@ -86,22 +83,10 @@ class EpochLink:
                 _log.info(f"epoch {epoch} is over: {reason}: {detail}")
         return said
 
-    def use(self, device: torch.device, offer: Offer) -> None:
-        """Build communicators for gradients on ``device``, of a kind that this rank and all others offer."""
-        self._connector.use(device, offer)
-
-    def take_seat(self, view: View, agreement: CoordinationClient) -> None:
-        """Begin to connect: another thread has found this group's seat in ``view``, and other groups wait for it."""
-        self._connector.begin(view, agreement)
-
-    def prepare(self, view: View) -> None:
-        """Begin to build the communicator of ``view``, in parallel with the computation before its first use."""
-        self._connector.begin(view)
-
     def enter(self, view: View, interrupted: Callable[[], bool]) -> bool:
         """Take the communicator of ``view``, once it is built; False when ``interrupted`` became true first. Raises
         ``Broken``."""
-        outer = self._connector.connect(view, interrupted)
+        outer = self.connector.connect(view, interrupted)
         if outer is None:
             return False
         with self._lock:

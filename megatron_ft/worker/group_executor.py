@@ -6,13 +6,10 @@ there are ranks; or they compute all of them together (``engines.port.JointEngin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_ft import codec
-from megatron_ft.engines.port import Listed
-from megatron_ft.worker import orders
-from megatron_ft.worker.orders import Order
+from megatron_ft.worker.orders import Flush, Order
 from megatron_ft.worker.rank_executor import RankExecutor
 
 Result = TypeVar("Result")
@@ -32,17 +29,11 @@ class GroupExecutor:
         self._tell(order)
         return order.run(self.rank)
 
-    def flush(
-        self,
-        listed: Callable[[], Sequence[Listed]],
-        finished: Callable[[Listed, bool], None],
-        closes: Callable[[Sequence[Listed]], bool],
-    ) -> None:
-        """Compute the listed microbatches together. No rank receives an order during a flush: it comes after it."""
-        order = orders.Flush(listed, finished, closes)
-        self._tell(order)
+    def flush(self, flush: Flush) -> None:
+        """Compute microbatches together. No rank receives an order during a flush: it comes after it."""
+        self._tell(flush)
         self._deferred = []
-        order.run(self.rank)
+        flush.run(self.rank)
         deferred, self._deferred = self._deferred, None
         for order_meanwhile in deferred:
             self._tell(order_meanwhile)

@@ -19,7 +19,6 @@ from megatron_ft.collectives.base import Broken
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import StepResult
-from megatron_ft.errors import ConfigError
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
 from megatron_ft.worker.evaluation import Sums
@@ -38,25 +37,25 @@ class GroupFollower:
 
     def enter(self, total: int, comes_back: bool, origin: restore.Origin | None = None) -> None:
         """Wait for the first step, or in a group that comes back for its seat."""
-        while comes_back and not isinstance(self._obey(orders.Fingerprint), orders.Enter):
+        while comes_back and not isinstance(self._obey(), orders.Enter):
             continue
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Carry out orders until the step is committed. Raises ``RunStopped``."""
         self._dataset = dataset
-        while not isinstance(self._obey(orders.Fingerprint), orders.EndStep):
+        while not isinstance(self._obey(), orders.EndStep):
             continue
         return given(self._rank.result)
 
     def evaluate(self, lost: Callable[[View], Collection[GroupId]]) -> Sums:
         """Carry out orders until the evaluation has ended."""
-        while not isinstance(order := self._obey(orders.Begin), orders.EndEvaluation):
+        while not isinstance(order := self._obey(), orders.EndEvaluation):
             continue
         return order.total
 
     def finish(self) -> None:
         """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""
-        while not isinstance(self._obey(orders.Begin), orders.End):
+        while not isinstance(self._obey(), orders.End):
             continue
 
     def log(self, values: Mapping[str, float | str]) -> None:
@@ -73,14 +72,11 @@ class GroupFollower:
         if isinstance(verdict, signals.LeaveRequested):
             self._said_leaving = True
 
-    def _obey(self, refuse: type[Order[Any]]) -> Order[Any]:
-        """Carry out the next order, and return it. ``refuse``: an order that the leader cannot give now."""
+    def _obey(self) -> Order[Any]:
+        """Carry out the next order, and return it."""
         rank = self._rank
         rank.progress.enter("waiting")
         order = orders.named(*given(rank.inner).next_order())
-        if isinstance(order, refuse):
-            # Ranks with another number of steps were refused before the first step (``worker.data_identity``).
-            raise ConfigError(f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate")
         match order:
             case orders.Begin():
                 order = replace(order, dataset=self._dataset)

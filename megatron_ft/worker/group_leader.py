@@ -75,7 +75,7 @@ class GroupLeader:
         self._timer = StepTimer(rank.size)
         self._record = StepRecord(history, rank.group, first_view)
         self._recovery_metrics = RecoveryMetrics(history, rank.group)
-        self._checkpoints = CheckpointCoordinator(rank, self._executor, config, agreement, history)
+        self._checkpoints = CheckpointCoordinator(self._executor, config)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
         self._agreed, self._over, self._looked = 0, False, 0.0
@@ -518,7 +518,7 @@ class GroupLeader:
                 whole and not any(one.part for one in last) and self._complete_after([one.microbatch for one in last])
             )
 
-        self._executor.flush(listed, lambda one, prefetched: ended.append((one, prefetched)), closes)
+        self._executor.flush(orders.Flush(listed, lambda one, prefetched: ended.append((one, prefetched)), closes))
         listed()
         self._timer.computed(len(listing), time.monotonic() - started)
 

@@ -21,6 +21,7 @@ from megatron_ft.types import Microbatch
 from megatron_ft.utils.log import first_line
 
 if TYPE_CHECKING:
+    from megatron_ft.worker.orders import Flush
     from megatron_ft.worker.rank_executor import RankExecutor
 
 
@@ -62,18 +63,12 @@ class FirstMicrobatch:
 
 
 class JointWork:
-    """The ``Work`` of one flush. Position 0 calls ``listed``, ``closes``, and ``finished`` with each microbatch."""
+    """The ``Work`` of one flush. Position 0 calls ``listed``, ``closes``, and the order's ``finished`` with each
+    microbatch."""
 
-    def __init__(
-        self,
-        rank: RankExecutor,
-        seed: int,
-        listed: Callable[[], Sequence[Listed]],
-        finished: Callable[[Listed, bool], None],
-        closes: Callable[[Sequence[Listed]], bool],
-    ) -> None:
+    def __init__(self, rank: RankExecutor, seed: int, flush: Flush) -> None:
         self._rank, self._seed = rank, seed
-        self.listed, self._finished, self.closes = listed, finished, closes
+        self.listed, self._finished, self.closes = flush.listed, flush.finished, flush.closes
         self._prefetched: dict[Microbatch, bool] = {}
 
     def ready(self) -> Ready | None:

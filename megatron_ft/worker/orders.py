@@ -20,6 +20,7 @@ from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Listed, Ready, StepResult
+from megatron_ft.errors import ConfigError
 from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.recovery_metrics import note_patch
@@ -72,6 +73,8 @@ class Begin(Order[None]):
     dataset: Dataset | None = leaders(None)
 
     def run(self, rank: RankExecutor) -> None:
+        if rank.evaluation is not None:
+            raise ConfigError(f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate")
         rank.begin(self.step, given(self.dataset), self.needs)
 
     def to_json(self) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class Flush(Order[None]):
     closes: Callable[[Sequence[Listed]], bool] = leaders(lambda listed: False)
 
     def run(self, rank: RankExecutor) -> None:
-        rank.flush(self.listed, self.finished, self.closes)
+        rank.flush(self)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,6 @@ class Connect(Order[bool]):
         return worst == _BUILT
 
 
-@dataclass(frozen=True)
 class Transfer(Order[None]):
     """Make the transfers of the present view."""
 
@@ -167,7 +169,8 @@ class Transfer(Order[None]):
 @dataclass(frozen=True)
 class Reduce(Order[None]):
     """Reduce buckets, with the standby ``parts`` that the group contributes; ``digests``: the microbatches whose digests it
-    sends; ``batches``: those whose batches are compared, if any; ``done`` is called with each final bucket."""
+    sends, in order; ``batches``: those whose batches are compared, if any; ``done`` is called with each final bucket, in
+    order."""
 
     between_groups = True
     step: int
@@ -178,16 +181,15 @@ class Reduce(Order[None]):
     done: Callable[[Bucket], None] = leaders(lambda bucket: None)
 
     def run(self, rank: RankExecutor) -> None:
-        rank.batches.say(self.batches)
-        rank.reduce(self.step, self.buckets, self.parts, self.digests, self.done)
+        rank.reduce(self)
 
 
 @dataclass(frozen=True)
 class Update(Order["StepResult | Discard"]):
     """Update, only after every bucket is final at all ranks: no peer may need the old parameters any more. Returns why the
     sums were discarded instead, if they were. ``checks``: microbatches whose digests are compared, with their groups;
-    ``contributors``: groups that have computed a part of the step in which they enter; ``batches``: whether some ranks
-    have sent digests of batches."""
+    ``contributors``: groups that have computed a part of the step in which they enter, which may be discarded if they enter
+    with another state; ``batches``: whether some ranks have sent digests of batches."""
 
     step: int
     microbatches: int
@@ -197,10 +199,9 @@ class Update(Order["StepResult | Discard"]):
 
     def run(self, rank: RankExecutor) -> StepResult | Discard:
         rank.progress.enter("working")
-        return rank.update(self.step, self.microbatches, self.checks, self.contributors, self.batches)
+        return rank.update(self)
 
 
-@dataclass(frozen=True)
 class CloseEpoch(Order[None]):
     """Close the communicators of the epoch that is over."""
 
@@ -235,7 +236,6 @@ class Follow(Order[int]):
         return rank.following.begin(self.donors, self.margin, self.epoch)
 
 
-@dataclass(frozen=True)
 class TakeState(Order[int]):
     """Wait for the state, and put it in place."""
 
@@ -263,7 +263,6 @@ class Enter(Order[None]):
         pass
 
 
-@dataclass(frozen=True)
 class Arrive(Order[None]):
     """Note that the group has reached the step of the others."""
 
@@ -274,7 +273,6 @@ class Arrive(Order[None]):
 # --- the beginning and the end ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ShareState(Order[None]):
     """Before the first step: start all ranks from the leader's model."""
 
@@ -293,7 +291,6 @@ class Save(Order[None]):
         rank.saving.take(self.order, rank.engine, rank.states)
 
 
-@dataclass(frozen=True)
 class AwaitRest(Order[None]):
     """Wait for what lost donors have sent."""
 
@@ -310,7 +307,18 @@ class SaveAlone(Order[list[dict[str, Any]]]):
     attempt: str
 
     def run(self, rank: RankExecutor) -> list[dict[str, Any]]:
-        return rank.save_alone(self.at, self.attempt)
+        held = rank.following.held
+        if held is None or held.step != self.at:
+            said: dict[str, Any] = {"step": held and held.step, "error": "it holds no complete state"}
+        else:
+            # The script may have set its own meanwhile, for a later step.
+            rank.engine.hyperparameters.write(held.hyperparameters)
+            rank.registered.load(held.registered)
+            rank.progress.enter("outside")  # as long as a disk takes
+            said = rank.saving.write_alone(self.at, self.attempt, rank.engine)
+            rank.progress.advance()
+            rank.progress.enter("waiting")
+        return [said] if rank.inner is None else rank.inner.gather(said)
 
 
 @dataclass(frozen=True)
@@ -334,7 +342,6 @@ class EndEvaluation(Order[None]):
         rank.evaluation = None
 
 
-@dataclass(frozen=True)
 class Fingerprint(Order[dict[str, Any]]):
     """Compare and describe the group's parameters after the last step."""
 
@@ -342,7 +349,6 @@ class Fingerprint(Order[dict[str, Any]]):
         return rank.fingerprint()
 
 
-@dataclass(frozen=True)
 class End(Order[None]):
     """Return from the run, which has ended everywhere."""
 

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
@@ -59,7 +60,7 @@ class LivenessTracker:
     def lost(self, view: View) -> set[int]:
         """Return the members of a view that are known to be gone, or on a host that is not heard."""
         unheard = {group for _, about in list(self._silent) for group in about}
-        gone = {group for group in view.live if self._gone.get(group, -1) >= view.incarnations.get(group, 0)}
+        gone = {group for group, start in view.members if self._gone.get(group, -1) >= start}
         return gone | (unheard & set(view.live))
 
     def anybody(self, me: int) -> bool:
@@ -105,11 +106,10 @@ def wait_for_return(
     reason = rank.lost_because or why
     _log.info(f"group {rank.group} is out: {reason}; rank {rank.position} waits")
     answered = time.monotonic()
-    while not leaving() and census.anybody(rank.group) and time.monotonic() - answered < patience_s:
-        ended = _ended(store)
-        if ended or census.halted:
-            break
-        if ended is not None:
+    while not (leaving() or census.halted) and census.anybody(rank.group) and time.monotonic() - answered < patience_s:
+        with suppress(StoreError):
+            if store.get("ended") is not None:
+                break
             answered = time.monotonic()
         census.changed.wait(_LOOK_EVERY_S)
         census.changed.clear()
@@ -120,11 +120,3 @@ def wait_for_return(
             f"no control store has answered for {patience_s:g} s; group {rank.group} was left out: {reason}"
         )
     raise RunStopped(f"group {rank.group} was left out: {reason}")
-
-
-def _ended(store: ControlStore) -> bool | None:
-    """Return True if the run has ended; None while the store is away."""
-    try:
-        return store.get("ended") is not None
-    except StoreError:
-        return None

@@ -60,18 +60,13 @@ class RecoveryMetrics:
         stopped, self._open = self._open, None
         if stopped is None or stopped.view is None:
             return
-        self._note_patch(state)
+        if self._taken_over:  # only this group knows which samples it had in memory
+            note_patch(self._history, self._taken_over, step=state.step, epoch=state.view.epoch, group=self._group)
+            self._taken_over = {}
         line, self._counted = self._counted.line(state), self._counted.after(state)
         self._history.record(
             "recovery", **line, stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6)
         )
-
-    def _note_patch(self, state: GroupState) -> None:
-        """Record the microbatches that this group took over: only this group knows which samples it had in memory."""
-        if not self._taken_over:
-            return
-        taken_over, self._taken_over = self._taken_over, {}
-        note_patch(self._history, taken_over, step=state.step, epoch=state.view.epoch, group=self._group)
 
 
 def note_patch(history: History, taken_over: Mapping[Microbatch, bool], **where: int) -> None:

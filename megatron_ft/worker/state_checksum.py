@@ -29,30 +29,22 @@ _Kind = tuple[str, torch.dtype, torch.device, Sequence[Any]]
 
 class StateCheck:
     """The checksums of one rank's state: the engine's, and the tensors of ``more`` (name, tensor). ``period``: steps in
-    which the whole state is checked once, 0: never."""
+    which the whole state is checked once, 0: never. ``chunks``: their number; ``pass_steps``: steps in a row in which every
+    chunk is due at least once, 0: none ever is."""
 
     def __init__(
         self, engine: Engine, period: int, more: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
     ) -> None:
         self._engine, self._period, self._more = engine, period, more
         self._every = max(1, period // CHUNKS)
-        self._chunks = period // self._every
+        self.chunks = period // self._every
+        self.pass_steps = self._every * self.chunks
         self._last: tuple[int, list[tuple[str, int]], list[_Kind]] = (-1, [], [])
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return self._chunks
-
-    @property
-    def pass_steps(self) -> int:
-        """The number of steps in a row in which every chunk is due at least once; 0: none ever is."""
-        return self._every * self._chunks
 
     def of_step(self, step: int) -> int:
         """Return the checksum of the chunk that is due at the beginning of ``step``; 0 when none is due."""
         chunk = self.due(step)
-        return 0 if chunk is None else fold(sums(self._tensors(), chunk, self._chunks))
+        return 0 if chunk is None else fold(sums(self._tensors(), chunk, self.chunks))
 
     def details(self, step: int) -> Details:
         """Return the details of each tensor in that chunk, to name the differing ones."""
@@ -60,7 +52,7 @@ class StateCheck:
         if chunk is None:
             return {}
         listed = list(self._tensors())
-        return _details(sums(listed, chunk, self._chunks), _kinds(listed))
+        return _details(sums(listed, chunk, self.chunks), _kinds(listed))
 
     def whole(self, step: int, within: bool = False) -> int:
         """Return the checksum of the whole state, which is that of the beginning of ``step``. ``within`` the step, without
@@ -82,7 +74,7 @@ class StateCheck:
         """Return the chunk that is due in that step, or None."""
         if not self._period or step % self._every:
             return None
-        return step // self._every % self._chunks
+        return step // self._every % self.chunks
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -50,9 +50,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is compared: ``names`` in messages, ``when``; ``key``: the end of its keys in the store; ``details``: name
-    -> value; ``shown`` returns text of names, two groups and their details, to be appended to a message."""
+    """What is compared in ``step``: ``said``, what each group has sent; ``names`` in messages, ``when``; ``key``: the end of
+    its keys in the store; ``details``: name -> value; ``shown`` returns text of names, two groups and their details, to be
+    appended to a message."""
 
+    step: int
+    said: Mapping[GroupId, Any]
     names: str
     when: str
     key: str
@@ -133,56 +136,43 @@ class StateGuard:
         for said, values, when, key in ((made, self._made, before, "/made"), (begun, self._set, now, "/set")):
             if differs := state_divergence.compare(said, doubted):
                 details = hyperparameters.named(values)
-                self._part(step, said, differs, doubted, _Subject("hyperparameters", when, key, details, _values))
+                subject = _Subject(step, said, "hyperparameters", when, key, details, _values)
+                self._part(subject, differs, doubted)
         chunk, whole = self._states.due(step), self._whole == step
         if chunk is None and not whole:
             return ()
         if differs := state_divergence.compare(state, doubted):
             sums = (self._states.last(step) if whole else self._states.details(step)) or {}
             shown = partial(self._tensors, None if whole else chunk)
-            self._part(step, state, differs, doubted, _Subject("states", now, "", sums, shown))
+            self._part(_Subject(step, state, "states", now, "", sums, shown), differs, doubted)
         self.found_equal(step, None if whole else chunk)
         return differs.minority if whole else ()
 
     def _doubted(self, view: View, step: int) -> frozenset[GroupId]:
         return state_divergence.doubted(view, step, self._states.pass_steps)
 
-    def _part(
-        self,
-        step: int,
-        said: Mapping[GroupId, Any],
-        found: state_divergence.Comparison,
-        doubted: Collection[GroupId],
-        subject: _Subject,
-    ) -> None:
+    def _part(self, subject: _Subject, found: state_divergence.Comparison, doubted: Collection[GroupId]) -> None:
         """End this group if its state is not the right one, or the run if that is not known."""
         me = self._env.group
-        sets = found.tied or (tuple(group for group in said if group not in found.minority), found.minority)
-        shown = self._named(step, said, found, sets, subject)
+        sets = found.tied or (tuple(group for group in subject.said if group not in found.minority), found.minority)
+        shown = self._named(subject, found, sets)
         if found.tied:
-            self.halt(step, _tie(subject.when, found, doubted, subject.names, shown))
+            self.halt(subject.step, _tie(subject.when, found, doubted, subject.names, shown))
         if me in found.minority:
             which = "its state" if subject.names == "states" else f"one of its {subject.names}"
-            enters = self._whole == step and me in doubted
+            enters = self._whole == subject.step and me in doubted
             raise StartOver(
                 f"group {me} {'does not enter' if enters else 'leaves'}: {which} {subject.when} was not that of "
                 f"{state_divergence.words(sets[:1])}{shown}; it takes theirs"
             )
 
-    def _named(
-        self,
-        step: int,
-        said: Mapping[GroupId, Any],
-        found: state_divergence.Comparison,
-        sets: Sequence[tuple[GroupId, ...]],
-        subject: _Subject,
-    ) -> str:
+    def _named(self, subject: _Subject, found: state_divergence.Comparison, sets: Sequence[tuple[GroupId, ...]]) -> str:
         """Record what differs, and return it as text, in the groups that leave or tie. The lowest group records a tie.
 
         One group of each set with equal states publishes its details. A group ends as a whole with the first of its ranks
         that leaves, so a rank whose own state is as it should be waits for the differing ones."""
-        me, position, mine = self._env.group, self._env.position, subject.details
-        agreement, key = self._agreement.clone(_NAMING_S), f"divergence/{step}"
+        me, position, mine, said = self._env.group, self._env.position, subject.details, subject.said
+        agreement, key = self._agreement.clone(_NAMING_S), f"divergence/{subject.step}"
         deadline = time.monotonic() + _NAMING_S
         by = min(said) if found.tied else me
         with suppress(StoreError):
@@ -196,7 +186,7 @@ class StateGuard:
                 theirs = await_found(partial(agreement.get, f"{key}/{position}{subject.key}/{other}"), deadline)
                 names = [] if theirs is None else differing(mine, theirs)
                 who = {"tied": found.tied} if found.tied else {"group": me, "incarnation": self._env.incarnation}
-                self._record(step, names, position=position, **who)
+                self._record(subject.step, names, position=position, **who)
                 shown = subject.shown(names, (me, other), mine, theirs or {})
                 agreement.put(f"{key}/{position}{subject.key}/recorded/{by}", shown)
             positions = sorted(differ) if len(said[by]) > 1 else [position]

@@ -23,6 +23,7 @@ from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch, PlanOrigin, View
+from megatron_ft.worker.orders import Reduce
 from megatron_ft.worker.progress_counters import ProgressCounters
 from megatron_ft.worker.rank_executor import Needs, RankExecutor
 from tests.fakes.network import Member, Network
@@ -139,7 +140,7 @@ def summed(rank: RankExecutor, parts: tuple[int, ...] = ()) -> torch.Tensor:
     """Reduce the bucket in another epoch. Return the part of the sum that is not of group 1."""
     connect(rank).all_reduce(torch.full_like(rank.engine.local(0), PEER))
     done = []
-    rank.reduce(3, [0], parts, (), done.append)
+    rank.reduce(Reduce(3, [0], parts, done=done.append))
     assert done == [0]
     return rank.engine.reduced(0) - PEER
 
@@ -154,7 +155,7 @@ def test_a_standby_part_is_contributed_once_in_each_attempt_however_often_its_re
             connect(rank)
             rank.link.outer.refuses = 1
             with pytest.raises(Broken):
-                rank.reduce(3, [0], (1,), (), lambda bucket: None)
+                rank.reduce(Reduce(3, [0], (1,)))
             rank.close_epoch()
         torch.testing.assert_close(summed(rank, parts=(1,)), alone)
 
@@ -192,8 +193,8 @@ def test_late_data_of_a_bucket_whose_transfer_broke_changes_nothing(rank, engine
 )
 def test_a_verdict_that_comes_before_its_communicator_stands_ends_the_waits_in_it(rank, verdict, error):
     outer, rank.link.outer = rank.link.outer, None
-    rank.link._connector = MagicMock()
-    rank.link._connector.connect.return_value = outer
+    rank.link.connector = MagicMock()
+    rank.link.connector.connect.return_value = outer
     rank.on_signal(verdict)
     assert rank.connect(VIEW, 3, lambda: False)
     assert outer.aborted == (error is Broken)

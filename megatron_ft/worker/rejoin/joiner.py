@@ -165,7 +165,7 @@ class RejoinClient:
                 epoch = view.epoch
                 self.see(view)
                 if self.has_seat(view):
-                    self._rank.link.take_seat(view, agreement)
+                    self._rank.link.connector.begin(view, agreement)  # at once: other groups wait for it
                     self.view = view
                     return
                 self.view = view
@@ -367,10 +367,9 @@ class RejoinCoordinator:
 
     def _waits_for_second(self, donors: Sequence[Peer]) -> bool:
         """Return True while a second donor may come: the state of a single one can be compared with no other."""
-        view, me = self._view, self._env.group
-        live = () if view is None else view.live
-        members = {(group, given(view).incarnations.get(group, 0)) for group in live if group != me}
-        if len(donors) != 1 or len(members - self._following.distrusted) < 2:
+        members = [] if self._view is None else self._view.members
+        others = {(group, start) for group, start in members if group != self._env.group}
+        if len(donors) != 1 or len(others - self._following.distrusted) < 2:
             self._alone_since = None
             return False
         now = time.monotonic()

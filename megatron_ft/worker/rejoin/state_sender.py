@@ -216,9 +216,7 @@ class StateSender:
         words = {"step": step - 1, "result": result.to_json(), "carried": carried}
         words |= {"made": values.made, "hyperparameters": values.read()}
         self._put(follower, words, mine, self._pace_s(_STEP_PACE), state=False)
-        if any(
-            self._engine.reduced(bucket) is self._engine.local(bucket) for bucket in range(self._engine.num_buckets)
-        ):
+        if any(reduced is self._engine.local(bucket) for bucket, reduced in enumerate(buckets)):
             follower.settle(state=False)  # of a single live group: the next microbatch adds to them
 
     def _put(
