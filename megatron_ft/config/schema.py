@@ -629,18 +629,29 @@ def placement_of(run: RunConfig) -> replication.Placement:
 
     Raises ``ConfigError`` for a redundancy or failure domains that the placement cannot have.
     """
-    settings, redundancy = run.fault_tolerance, _redundancy(run)
+    settings, groups, name = run.fault_tolerance, run.shards, "fault_tolerance.redundancy"
     if settings.policy == policies.REPLICATION:
-        return replication.sets(run.shards, redundancy)
+        return replication.sets(groups, _copies(settings, groups))
     if settings.policy == policies.RECOVER:  # any group computes any microbatch
-        return replication.full(run.shards)
+        if settings.redundancy not in (AUTO, groups):
+            raise ConfigError(
+                f'{name} is {settings.redundancy}; with policy "recover" any group computes any microbatch: leave it out'
+            )
+        return replication.full(groups)
+    hosts = _hosts(settings, groups)
+    if settings.policy == policies.SPARE and hosts < 2:
+        raise ConfigError(
+            f'{name} is {hosts} with {groups} groups and placement "{settings.placement}"; with policy "spare" a shard '
+            "without a second host ends the attempt at the first loss: use at least 2, with placement "
+            '"full" or more --groups'
+        )
     if settings.failure_domains != AUTO:
-        return replication.domain_aware(_domains(run), redundancy)
+        return replication.domain_aware(_domains(run), hosts)
     if settings.placement == "golomb":
-        return replication.golomb(run.shards, redundancy)
+        return replication.golomb(groups, hosts)
     if settings.placement == "consecutive":
-        return replication.consecutive(run.shards, redundancy)
-    return replication.full(run.shards)
+        return replication.consecutive(groups, hosts)
+    return replication.full(groups)
 
 
 def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, steps: int, first: int = -1) -> Job:
@@ -665,27 +676,6 @@ def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, st
     )
 
 
-def _redundancy(run: RunConfig) -> int:
-    """Return the redundancy in force. A number that the run cannot have is refused, not changed."""
-    settings, groups, name = run.fault_tolerance, run.shards, "fault_tolerance.redundancy"
-    asked, placement = settings.redundancy, settings.placement
-    if settings.policy == policies.REPLICATION:
-        return _copies(settings, groups)
-    if settings.policy == policies.RECOVER:
-        if asked != AUTO and asked != groups:
-            raise ConfigError(
-                f'{name} is {asked}; with policy "recover" any group computes any microbatch: leave it out'
-            )
-        return groups
-    found = _hosts(asked, placement, settings, groups)
-    if settings.policy == policies.SPARE and found < 2:
-        raise ConfigError(
-            f'{name} is {found} with {groups} groups and placement "{placement}"; with policy "spare" a shard without a '
-            f'second host ends the attempt at the first loss: use at least 2, with placement "full" or more --groups'
-        )
-    return found
-
-
 def _copies(settings: FaultToleranceConfig, groups: int) -> int:
     """Return the number of copies of the policy "replication"."""
     copies = 2 if settings.redundancy == AUTO else settings.redundancy
@@ -703,9 +693,10 @@ def _copies(settings: FaultToleranceConfig, groups: int) -> int:
     return copies
 
 
-def _hosts(asked: int | Auto, placement: str, settings: FaultToleranceConfig, groups: int) -> int:
-    """Return the number of hosts of each shard with a placement."""
-    name = "fault_tolerance.redundancy"
+def _hosts(settings: FaultToleranceConfig, groups: int) -> int:
+    """Return the number of hosts of each shard with a placement. A number that the run cannot have is refused, not
+    changed."""
+    name, asked, placement = "fault_tolerance.redundancy", settings.redundancy, settings.placement
     if asked == AUTO:
         largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
         return groups if placement == "full" else min(replication.optimal_redundancy(groups), largest)
