@@ -348,13 +348,12 @@ class History:
         without it, or this group was frozen for minutes, the others went on without it, and its own line comes late.
         """
         try:
-            size: int | None = self._size()
+            self._size()
             while self._own:  # one by one: nothing would tell which of them a full disk has lost
                 self._put(self._own[:1])
                 del self._own[0]
-                size = None
             if self._pending:
-                self._poll(self._size() if size is None else size)
+                self._poll(self._size())
                 self._pending = [line for line in self._pending if _key(line) not in self._present]
                 self._put(self._pending)
                 self._pending = []
