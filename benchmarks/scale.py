@@ -40,6 +40,7 @@ from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.detection import link_detector
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.shell import carry_out
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Exit, View
@@ -158,20 +159,19 @@ class Real:
             self.failed = error
 
     def _run(self) -> None:
-        leader = self.leader
+        shell = self.leader._shell
         while True:
-            leader._drain_verdicts()
-            epoch = leader._state.view.epoch
+            carry_out(shell.hear())
+            epoch = shell.state.view.epoch
             self.had.setdefault(epoch, time.time())
-            if isinstance(leader._next, machine.AwaitView):
-                leader._perform(leader._next)
-            elif isinstance(leader._next, machine.Connect):
-                leader._feed(machine.Connected(epoch))
-            elif isinstance(leader._next, machine.Compute):
-                leader._feed(machine.Computed(leader._next.microbatch))
+            if isinstance(shell.next, machine.AwaitView):
+                carry_out(shell.turn())
+            elif isinstance(shell.next, machine.Connect):
+                carry_out(shell.feed(machine.Connected(epoch)))
+            elif isinstance(shell.next, machine.Compute):
+                carry_out(shell.feed(machine.Computed(shell.next.microbatch)))
             else:
-                leader._stirred.wait(0.05)
-                leader._stirred.clear()
+                self.leader._store.wait(0.05)
 
 
 def view_changes(groups: int, trials: int) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
             numbers = {"first_s": min(times), "median_s": statistics.median(times), "last_s": max(times)}
             found.append({**numbers, "store_cpu_s": store.cpu_s() - before, "requests_so_far": said["requests"]})
             time.sleep(0.5)  # agents have asked by then
-        assert len(view.live) - len(reals[0].leader._state.view.live) == trials
+        assert len(view.live) - len(reals[0].leader._shell.state.view.live) == trials
         crowd.close()
         store.close()
     medians = {

@@ -34,6 +34,8 @@ from typing import Any
 
 import torch
 
+from megatron_ft.core.protocol.ports import Broken
+
 POLL_S = 0.0005
 PAUSES_S = (0.00002, 0.0005)
 """Shortest and longest pause in seconds between two looks at a device's event: a bucket takes a millisecond."""
@@ -44,23 +46,6 @@ BUILD_TIMEOUT_S = 30.0
 
 ABORTED = "the communicator was aborted"
 _ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
-
-
-class Broken(Exception):
-    """An operation did not complete: the epoch is over. An event, converted where the operation was started.
-
-    The message is in plain language and goes into the run record; ``detail`` is the library's own text, for the rank's
-    log.
-    """
-
-    def __init__(self, message: str, detail: str = "") -> None:
-        super().__init__(message)
-        self.detail = detail
-
-    @property
-    def in_full(self) -> str:
-        """Return message and detail."""
-        return f"{self}: {self.detail}" if self.detail else str(self)
 
 
 class Left(Broken):

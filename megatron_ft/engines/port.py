@@ -1,4 +1,4 @@
-"""The narrow port between the training loop (``worker.group_leader``) and a training engine.
+"""The narrow port between the training loop (``core.protocol.shell``) and a training engine.
 
 An engine owns the model, the optimizer and two gradient buffers per bucket. The *local* buffer accumulates every
 microbatch that this group computes and contributes, and only :meth:`Engine.begin_step` clears it. The *reduced* buffer

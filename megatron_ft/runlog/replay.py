@@ -22,6 +22,7 @@ from megatron_ft.core.detection import stragglers
 from megatron_ft.core.protocol import machine as recovery
 from megatron_ft.core.protocol import membership, messages
 from megatron_ft.core.protocol.machine import GroupState
+from megatron_ft.core.protocol.shell import resumes
 from megatron_ft.core.protocol.takeovers import TakenOver
 from megatron_ft.runlog.protocol_trace import Line, Record
 from megatron_ft.types import GroupId, Report, View, listed
@@ -139,7 +140,7 @@ class _Machine:
         self.state, _ = recovery.step(unheard, messages.ViewSeen(view), 0.0)
         self.recoveries, self.resumed = [], False
         at, action = self.state, recovery.next_action(self.state)
-        while not _resumes(at, action):
+        while not resumes(at, action):
             event = _obey(action, self.past, at)
             if event is None:
                 return  # the group has to stop
@@ -154,7 +155,7 @@ class _Machine:
             event = _obey(action, self.past, self.state, have(self.state))
             if event is None:
                 return False
-            if not self.resumed and _resumes(self.state, action):
+            if not self.resumed and resumes(self.state, action):
                 self.resumed = True
                 self.counted = {before.after(self.state) for before in self.counted}
             before = self.state
@@ -186,7 +187,7 @@ class _Machine:
         at, action = self.state, recovery.next_action(self.state)
         while stands(at) and (event := _obey(action, self.past, at, buckets)):  # the report does not tell its progress
             at, action = self.past.after(at, event)
-        if stands(at) and _resumes(at, action):
+        if stands(at) and resumes(at, action):
             self.resumed = None
 
     def settle(self, wrote: bool | None) -> None:
@@ -233,12 +234,6 @@ def _obey(
         case messages.Update(step=step) if have is None:
             return messages.Updated(step, past.measured.get(step, {}))
     return None
-
-
-def _resumes(state: GroupState, action: messages.Action) -> bool:
-    """Return True where the session writes its recovery line: an interrupted step goes on."""
-    own_update = isinstance(action, messages.Update) and state.next_plan_origin is None
-    return own_update or isinstance(action, messages.Reduce | messages.Finish)
 
 
 # --- all groups -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ IN_CORE = {
     "abc",
     "bisect",
     "collections",
+    "contextlib",
     "dataclasses",
     "functools",
     "heapq",

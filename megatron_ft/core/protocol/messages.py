@@ -1,7 +1,7 @@
 """The messages between ``core.protocol.machine`` and its shell: the shell sends events, the machine returns actions.
 
-The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.simulated_group`` in tests. An event
-states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
+The shell is ``core.protocol.shell``, in a real run and in simulated ones. An event states what has happened, an action what
+the shell must do. Detailed reasons are in views and reports (``types``).
 
 Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Discarded``,
 ``Updated``, ``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
