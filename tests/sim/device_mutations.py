@@ -42,8 +42,8 @@ def _(patch):
 
 @mutation("a process goes on with a stuck communicator", "no progress")
 def _(patch):
-    def close(self):
-        yield from CLOSE(self)
+    async def close(self):
+        await CLOSE(self)
         return True
 
     patch.setattr(Device, "close", close)
@@ -61,9 +61,7 @@ def _(patch):
 
 @mutation("sums count that the other members have not confirmed", "with bucket")
 def _(patch):
-    def confirm(self, view, step):
-        return ""
-        yield
+    async def confirm(self, view, step): ...
 
     patch.setattr(Group, "_confirm", confirm)
 

@@ -32,17 +32,16 @@ def _(patch):
 def _(patch):
     only_what_follows(patch)
 
-    def sealed(self, proposal):
+    async def later(self, proposal):
         self.cluster.kernel.after(20.0, lambda: self.gone or fence(self, proposal.fence))
-        return True
-        yield
+        return ()
 
     def fence(self, seats):
         need = set(seats) - store_failover.fenced(self.client.claims)
         if need:
             self.client.create(store_failover.fence(self.client.claims[-1], need, self.me, ""), [self.seat])
 
-    patch.setattr(Group, "_sealed", sealed)
+    patch.setattr(Group, "fence", later)
 
 
 @mutation("a fenced seat goes on, and may claim", "which does not come after it", range(2100, 2400))
@@ -61,22 +60,22 @@ def _(patch):
 def _(patch):
     patch.setattr(lineage, "_sealed", lambda lines: ())
 
-    def sealed(self, proposal):
+    async def fence(self, proposal):
         if proposal.fence:
             claim = store_failover.fence(self.client.world.disk.log[-1], proposal.fence, self.me, "")
-            yield self.client.create(claim, [self.seat])
-        return True
+            await self.client.create(claim, [self.seat])
+        return ()
 
-    patch.setattr(Group, "_sealed", sealed)
+    patch.setattr(Group, "fence", fence)
 
 
 @mutation("the log is not read for a view that needs no fence", "which claims had fenced", range(240, 400))
 def _(patch):
-    def sealed(self, proposal):
+    async def fence(self, proposal):
         self.decided = len(self.client.world.disk.log)
-        return (yield from SEALED(self, proposal)) if proposal.fence else True
+        return await FENCE(self, proposal) if proposal.fence else ()
 
-    patch.setattr(Group, "_sealed", sealed)
+    patch.setattr(Group, "fence", fence)
 
 
 @mutation("fenced seats stay in a view", "which claims had fenced", range(300, 600))
@@ -146,7 +145,7 @@ def _change_proposals(patch, change):
     patch.setattr(machine, "_proposal", lambda state: tuple(change(state, action) for action in PROPOSAL(state)))
 
 
-SEALED = Group._sealed
+FENCE = Group.fence
 READS = Group.reads
 KNOWS = Group.knows
 DIED = machine._died

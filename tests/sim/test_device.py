@@ -44,8 +44,8 @@ def test_the_histories_reach_what_is_rare(monkeypatch):
         built(self)
         seen["a member dies during an init"] += not self._ready
 
-    def closes(self):
-        usable = yield from close(self)
+    async def closes(self):
+        usable = await close(self)
         seen["a communicator is stuck"] += not usable
         return usable
 

@@ -38,9 +38,9 @@ def test_a_future_keeps_its_first_value():
 def test_a_suspended_thread_loses_nothing_and_a_stopped_one_never_goes_on():
     future, later, seen = Future(), Future(), []
 
-    def body():
-        seen.append((yield future))
-        seen.append((yield later))
+    async def body():
+        seen.append(await future)
+        seen.append(await later)
 
     thread = Thread(body())
     thread.start()

@@ -7,7 +7,7 @@ what it is given. Time has no unit here; the caller decides.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 
@@ -63,14 +63,17 @@ class Future:
         else:
             self._waiter = waiter
 
+    def __await__(self) -> Generator[Future, Any, Any]:
+        return (yield self)
+
 
 class Thread:
-    """Runs a generator that yields futures, one after the other: ``value = yield future``.
+    """Runs a coroutine that waits for futures, one after the other.
 
     It can be suspended (nothing is lost, it goes on later) or stopped for good.
     """
 
-    def __init__(self, body: Generator[Future, Any, None]) -> None:
+    def __init__(self, body: Coroutine[Future, Any, None]) -> None:
         self._body = body
         self._suspended = self._stopped = False
         self._held: tuple[Any] | None = None

@@ -182,7 +182,7 @@ class Cluster:
         self.lines.append({"t": round(self.kernel.now, 6), "event": event, **fields})
 
     def _members(self) -> list[list[Any]]:
-        return [[*who, group.state.step, type(group.next).__name__] for who, group in sorted(self.groups.items())]
+        return [[*who, group.state.step, type(group.shell.next).__name__] for who, group in sorted(self.groups.items())]
 
     def newest(self, me: GroupId) -> Group | None:
         """The living group of the newest incarnation, if there is one."""
@@ -251,10 +251,11 @@ class Cluster:
                 self.written.add(branch.get("view", ""))
         return standing
 
-    def stopped(self, group: Group, reason: str) -> None:
-        """The process ends by itself; its agent sees that like any other end."""
+    def stopped(self, group: Group, reason: str, epoch: int | None = None) -> None:
+        """The process ends by itself; its agent sees that like any other end. ``epoch``: by default the present one."""
         state = group.state
-        group.record("stop", epoch=state.view.epoch, reason=reason, synced=state.synced, wiped_out=state.wiped_out)
+        epoch = state.view.epoch if epoch is None else epoch
+        group.record("stop", epoch=epoch, reason=reason, synced=state.synced, wiped_out=state.wiped_out)
         if state.wiped_out and group.following is not None:
             self._save_last(group.me, group.incarnation, group.following, state.view.epoch)
         if self.hosts is not None and group.me not in self.hosts.agents:
@@ -298,7 +299,7 @@ class Cluster:
 
     def replaced(self, group: Group, reason: str) -> None:
         """The process ends because it cannot go on; its launcher starts another in a while."""
-        self.stopped(group, reason)
+        self.stopped(group, reason, group.epoch)
         self.kernel.after(self.rng.uniform(1.0, 10.0), partial(self._start, group.me))
 
     def exits(self, group: Group, why: str = "") -> None:

@@ -18,20 +18,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ft.simulation.protocol.kernel import Future
 from megatron_ft.simulation.protocol.returning_group import Outcome
 from megatron_ft.types import GroupId, View, given
 
 if TYPE_CHECKING:
     from megatron_ft.simulation.protocol.simulated_group import Group
-
-Body = Generator[Future, Any, Any]
-"""Part of the training thread: yields what it waits for."""
 
 POLL = 0.5
 """A process sees an end on the device at most this much later."""
@@ -139,12 +135,12 @@ class Device:
                 self._send(launched.view, peer, ("leak", launched.key), None)
         self._stream.clear()
 
-    def close(self) -> Body:
+    async def close(self) -> bool:
         """Abort, and wait for that until its deadline. False: it is stuck, and so is the process."""
         if self.view is not None:
             self.abort()
             most = self._kernel.now + ABORT_S
-            yield self._group.sleep(max(0.0, min(self._abort_ends, most) - self._kernel.now))
+            await self._group.sleep(max(0.0, min(self._abort_ends, most) - self._kernel.now))
             self.view = None
             self.stuck = self._abort_ends > most
         return not self.stuck

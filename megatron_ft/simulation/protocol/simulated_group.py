@@ -1,10 +1,10 @@
-"""One simulated group: the shell of ``worker.group_leader`` and ``coordination.watcher``, without processes and tensors.
+"""One simulated group: the ports of ``core.protocol.shell`` and ``coordination.watcher``, without processes and tensors.
 
-It carries out what ``core.protocol.machine`` decides and decides nothing itself. The training thread does one thing at a
-time and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
-all-reduce is every group sending its part to every other, so each bucket finishes at some groups and not at others when
-one of them dies: more ways to break than a ring has. The communicator is gloo's, whose connections break at the peers of
-a group that dies or aborts, or that of a :class:`~megatron_ft.simulation.protocol.simulated_device.Device`.
+Its training thread is the loop of a real group, and hears verdicts between two actions; the watcher hears at once and
+aborts the communicator they concern. An all-reduce is every group sending its part to every other, so each bucket finishes
+at some groups and not at others when one of them dies: more ways to break than a ring has. The communicator is gloo's,
+whose connections break at the peers of a group that dies or aborts, or that of a
+:class:`~megatron_ft.simulation.protocol.simulated_device.Device`.
 
 A gradient is a number with one counter per microbatch (``runlog.invariants.contribution``), the model a hash of all
 gradients it has taken. How long a group *says* it needs has nothing to do with how long it takes: whatever is measured, all
@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from megatron_ft import codec
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.core.protocol import machine, signals
+from megatron_ft.core.protocol import machine, ports, signals
+from megatron_ft.core.protocol.ports import Broken, News
+from megatron_ft.core.protocol.shell import Shell
 from megatron_ft.runlog import invariants, lineage
 from megatron_ft.simulation.protocol.kernel import Future, Thread
 from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
-from megatron_ft.simulation.protocol.simulated_device import Body, Device, Sum, added
+from megatron_ft.simulation.protocol.simulated_device import Device, Sum, added
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
 from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain, Process
 from megatron_ft.types import GroupId, Microbatch, View, given
@@ -49,16 +52,15 @@ class Pace:
     clock: float = 0.0
 
 
-class Group(Process):
-    """One incarnation of a group, from its seat to its end."""
+class Group(Process, ports.Ranks, ports.Store, ports.Clock):
+    """One incarnation of a group, from its seat to its end: the ports ``Ranks``, ``Store`` and ``Clock`` of its loop."""
 
     def __init__(
         self, cluster: Cluster, me: GroupId, view: View, pace: Pace, following: Following | None = None
     ) -> None:
         self.me, self.cluster, self.pace = me, cluster, pace
         self.incarnation = view.incarnations.get(me, 0)
-        self.state = machine.start(me, cluster.job, view)
-        self.next = machine.next_action(self.state)
+        self.shell = Shell(machine.start(me, cluster.job, view), self, self, self)
         self.params = f"initial model of {me}.{self.incarnation}"
         if cluster.origin is not None and not self.incarnation:
             self.params = cluster.origin.params
@@ -67,6 +69,8 @@ class Group(Process):
         """The number of discarded attempts of the step whose reasons it knows: it saw their sums, or took the state."""
         self.reset_step()
         self.gone = False
+        self.epoch = view.epoch
+        """That of the view that it follows, or is about to."""
         self.frozen_until = 0.0
         self.followers: list[tuple[Donor, Following]] = []
         self.client: Client | Plain  # given by the cluster before :meth:`start`
@@ -106,13 +110,17 @@ class Group(Process):
         self.cluster.record(event, group=self.me, incarnation=self.incarnation, **fields)
 
     @property
+    def state(self) -> machine.GroupState:
+        return self.shell.state
+
+    @property
     def following(self) -> Following | None:
         """What a group that is on its way back has received; None once it has the state of its view."""
         return self._following if self.state.following else None
 
     @property
     def done(self) -> bool:
-        return self.state.finished and isinstance(self.next, machine.Finish)
+        return self.state.finished and isinstance(self.shell.next, machine.Finish)
 
     # --- what happens to the process ----------------------------------------------------------------------------------
 
@@ -196,40 +204,36 @@ class Group(Process):
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
-    def _train(self) -> Body:
+    async def _train(self) -> None:
         # no limit: time is simulated
-        while True:
-            while self._inbox:
-                yield from self._feed(self._inbox.popleft())
-            yield from self._resize(self.state.step)
-            match self.next:
-                case machine.Compute(microbatch=microbatch):
-                    yield self.sleep(self.pace.compute)
-                    digest_only = microbatch in self.state.digest_only
-                    if not digest_only:
-                        self._add(microbatch)
-                    self.seconds[self.me] = self.cluster.seconds(self, microbatch)
-                    yield from self._feed(machine.Computed(microbatch, digest_only))
-                    if awaited := machine.awaited(self.state):
-                        yield from self._glance(awaited.epoch, awaited.missing)
-                case machine.Connect(view=view):
-                    yield from self._attempt(self._connect(view))
-                case machine.Transfer(view=view):
-                    yield from self._attempt(self._transfer(view))
-                case machine.Follow(step=step):
-                    yield from self._follow(step)
-                case machine.Reduce(step=step, buckets=buckets):
-                    yield from self._attempt(self._reduce(step, buckets))
-                case machine.Update(step=step):
-                    yield from self._update(step)
-                case machine.AwaitView(epoch=epoch, missing=missing):
-                    if not (yield from self._glance(epoch, missing)):
-                        yield self.sleep(self.pace.poll)
-                case machine.Finish():
-                    yield from self._finish()
-                case machine.Stop(reason=reason):
-                    self.cluster.stopped(self, reason)
-                    return
+        while not self.state.finished:
+            await self.shell.train_step()
+        await self.shell.finish(self.pace.patience)
+
+    def doing(self, action: machine.Action) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def now(self) -> float:
+        return self.cluster.kernel.now + self.pace.clock
+
+    async def verdict(self) -> machine.Event | None:
+        return self._inbox.popleft() if self._inbox else None
+
+    async def begin(self) -> None: ...
+
+    async def prepare(self, view: View) -> None: ...
+
+    def per_shard(self, step: int) -> int:
+        return self.cluster.scenario.per_shard_at(step)
+
+    async def compute(self) -> Sequence[machine.Computed]:
+        microbatch = self.state.todo[0]
+        await self.sleep(self.pace.compute)
+        digest_only = microbatch in self.state.digest_only
+        if not digest_only:
+            self._add(microbatch)
+        self.seconds[self.me] = self.cluster.seconds(self, microbatch)
+        return [machine.Computed(microbatch, digest_only)]
 
     def _add(self, microbatch: Microbatch) -> None:
         """Add the gradient of a microbatch to every bucket, or to those of a standby part."""
@@ -248,48 +252,27 @@ class Group(Process):
             if more is not None:
                 self.local = [bucket + other for bucket, other in zip(self.local, more, strict=True)]
 
-    def _resize(self, step: int) -> Body:
-        """Do what the script does between two steps: set the size of the batch."""
-        state, size = self.state, self.cluster.scenario.per_shard_at(step)
-        if size != state.job.per_shard and state.synced and not state.finished:
-            yield from self._feed(machine.BatchResized(size))
+    async def abort(self) -> None:
+        self._open = None
 
-    def _feed(self, event: machine.Event) -> Body:
-        self.state, actions = machine.step(self.state, event, self.cluster.kernel.now + self.pace.clock)
-        self.next = actions[-1]
-        for action in actions[:-1]:
-            match action:
-                case machine.Abort(epoch=epoch, in_order=in_order):
-                    self._open = None
-                    if not in_order:
-                        yield from self._close(epoch)
-                case machine.Publish(report=report):
-                    self._report = report
-                    yield self.client.call(methodcaller("set", ("report", report.epoch, report.group), report))
-                case machine.Announce(epoch=epoch, reason=reason, after=after):
-                    yield self._announce(epoch, reason, after)
-                case machine.Propose(view=view):
-                    if self.client.fails_over:
-                        if action.reads_log and not (yield from self._sealed(action)):
-                            return
-                        self.read = len(self._claimant.claims)
-                    (standing,) = yield self.client.call(self._decision(view))
-                    if standing is None:
-                        return
-                    yield from self._adopt(standing)
-                    return
-
-    def _close(self, epoch: int) -> Body:
-        """Abort the communicator of the epoch. One that is stuck ends the process, whose group is lost."""
-        self.cluster.aborted(self, epoch)
-        if self.device is not None and not (yield from self.device.close()):
+    async def close(self) -> None:
+        """One that is stuck ends the process, whose group is lost."""
+        self.cluster.aborted(self, self.state.view.epoch)
+        if self.device is not None and not await self.device.close():
             self.cluster.replaced(self, "the communicator is stuck")
-            yield Future()
+            await Future()  # never
 
-    def _adopt(self, view: View) -> Body:
-        if view.epoch > self.state.view.epoch:
-            self.record("adopt", view=view.to_json(), **self._branch("branch", view))
-            yield from self._feed(machine.ViewSeen(view))
+    async def publish(self, report: machine.Report) -> None:
+        self._report = report
+        await self.client.call(methodcaller("set", ("report", report.epoch, report.group), report))
+
+    async def announce(self, said: signals.EpochAborted, detail: str = "") -> None:
+        self._said = [*(earlier for earlier in self._said if earlier.epoch >= said.epoch), said]
+        await self.client.call(lambda store: store.append(said))
+
+    async def adopt(self, view: View) -> None:
+        self.epoch = view.epoch
+        self.record("adopt", view=view.to_json(), **self._branch("branch", view))
 
     def _branch(self, name: str, view: View) -> dict[str, str]:
         """Which of the views of its epoch that is, where there may be several."""
@@ -302,24 +285,26 @@ class Group(Process):
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def _sealed(self, proposal: machine.Propose) -> Body:
-        """Read the log of claims to its end, and fence the seats that may live; False: there was news, so decide anew."""
+    async def fence(self, proposal: machine.Propose) -> Sequence[machine.GroupFailed] | None:
+        """Read the log of claims to its end, and fence the seats that may live. News are among the verdicts."""
+        if not self.client.fails_over:
+            return ()
         self.decided = len(self._claimant.world.disk.log)
         while True:
-            decided = yield from self._unless_decided(self._claimant.read())
+            decided = await self._decided_before(self._claimant.read())
             if decided or self._inbox:
-                return False
+                return None
             need = set(proposal.fence) - store_failover.fenced(self._claimant.claims)
             if not need:
-                return True
+                return ()
             if not store_failover.may_claim([self.seat], self._claimant.claims):
-                return False
+                return None
             why = proposal.view.reason
             claim = store_failover.fence(self._claimant.claims[-1], need, self.me, why)
-            if (yield from self._unless_decided(self._claimant.create(claim, [self.seat]))):
-                return False
+            if await self._decided_before(self._claimant.create(claim, [self.seat])):
+                return None
 
-    def _unless_decided(self, done: Future) -> Body:
+    async def _decided_before(self, done: Future) -> bool:
         """Wait for the directory, which may be slow; True as soon as the next view stands, by any writer."""
         epoch, answers = self.state.view.epoch, list[Any]()
 
@@ -329,13 +314,21 @@ class Group(Process):
 
         done.then(answered)
         while not answers:
-            yield self._wait(self.cluster.kernel.now + self.pace.poll)
+            await self._wait(self.cluster.kernel.now + self.pace.poll)
             if not answers:
-                view, _ = yield self.client.call(lambda store: read_view(store, epoch, ()))
+                view, _ = await self.client.call(lambda store: read_view(store, epoch, ()))
                 if view is not None:
-                    yield from self._adopt(view)
                     return True
         return False
+
+    async def log_answers(self) -> bool:
+        return not self.client.fails_over or self._claimant.log_answers
+
+    async def propose(self, view: View) -> View | None:
+        if self.client.fails_over:
+            self.read = len(self._claimant.claims)
+        (standing,) = await self.client.call(self._decision(view))
+        return standing
 
     def _decision(self, view: View) -> Operation:
         """Write the view, if no other stands; not to another store than the reports are from that it was decided by."""
@@ -376,46 +369,24 @@ class Group(Process):
         epoch = self.state.view.epoch
         self.cluster.stopped(self, f"the store was rebuilt with another view {epoch} than this group follows")
 
-    def _attempt(self, operation: Body) -> Body:
-        """Run an operation of the present epoch; if it breaks, tell the core, and the other groups, which may not know."""
-        epoch = self.state.view.epoch
-        reason = yield from operation
-        if not reason:
-            return
-        if self.device is not None and not self._broken:
-            self.device.abort()
-        while self._inbox:
-            yield from self._feed(self._inbox.popleft())
-        if not self.state.reported and self.state.view.epoch == epoch:
-            yield from self._break(reason)
-
-    def _break(self, reason: str) -> Body:
-        epoch = self.state.view.epoch
-        yield self._announce(epoch, reason)
-        yield from self._feed(machine.EpochAborted(epoch, reason, by=self.me))
-
-    def _connect(self, view: View) -> Body:
+    async def connect(self, view: View) -> machine.Connected | None:
         """Say hello to every member, and wait until all have; a notice ends it, and is heard first."""
-        device = self.device
-        if device is not None and device.view is not None and device.view != view:  # left in order
-            yield from self._close(device.view.epoch)
         self._send(view.live, ("hello", self._name(view)), None)
         self._broken = ""
-        missing = yield from self._gather(("hello", self._name(view)), view.live, interruptible=True)
-        if device is not None and not missing:
-            missing = yield from self._until(device.init(view), "init", device.gives_up, interruptible=True)
-        if missing == _HEARD:
-            return ""
-        if not missing:
-            self._open = view
-            yield from self._feed(machine.Connected(view.epoch))
-        return missing
+        there = await self._gather(("hello", self._name(view)), view.live, interruptible=True)
+        if there and self.device is not None:
+            ready = self.device.init(view)
+            there = await self._until(ready, "init", self.device.gives_up, interruptible=True)
+        if not there:
+            return None
+        self._open = view
+        return machine.Connected(view.epoch)
 
     def _name(self, view: View) -> int:
         """What a communicator's messages are told from those of others by."""
         return view.epoch
 
-    def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
+    async def reduce(self, step: int, buckets: Sequence[int]) -> None:
         """Start all reductions, then take them in order; one counts when its completion is seen here, and on devices when
         all members have confirmed theirs."""
         view = self.state.view
@@ -430,19 +401,15 @@ class Group(Process):
                 self._send(view.live, key, part)
         if self.device is not None:
             for key in keys.values():
-                if broken := (yield from self._gather(key, view.live)):
-                    return broken
-            if broken := (yield from self._confirm(view, step)):
-                return broken
+                await self._gather(key, view.live)
+            await self._confirm(view, step)
         for bucket, key in keys.items():
-            if broken := (yield from self._gather(key, view.live)):
-                return broken
+            await self._gather(key, view.live)
             if self.device is not None:
                 self.reduced[bucket] = cast(Sum, self.device.buffers[bucket].value)
             else:
                 self.reduced[bucket] = added(self._inbound[key][group] for group in view.live)
-            yield from self._feed(machine.Reduced(bucket))
-        return ""
+            await self.shell.feed(machine.Reduced(bucket))
 
     def _compares(self, view: View, step: int) -> bool:
         """Whether the sums of the step carry the groups' states: in some steps, and where a group enters."""
@@ -450,31 +417,28 @@ class Group(Process):
             return False
         return not step % CHECK_STEPS or state_divergence.compares_all(view, step)
 
-    def _judge(self, step: int, states: Mapping[GroupId, str]) -> Body:
+    async def _judge(self, step: int, states: Mapping[GroupId, str]) -> bool:
         """Compare the states that came with the sums, before the update; True if the sums must not be used."""
         found = state_divergence.compare(states, state_divergence.doubted(self.state.view, step, CHECK_STEPS))
         if self.me in found.minority or found.tied:
             self.record("differs", step=step, params=self.params, tied=bool(found.tied))
-            self.cluster.stopped(self, invariants.DIFFERS)
-            yield Future()
+            await self._end(invariants.DIFFERS)
         return bool(set(found.minority) & set(machine.discardable(self.state)))
 
-    def _confirm(self, view: View, step: int) -> Body:
+    async def _confirm(self, view: View, step: int) -> None:
         """Tell the members, not through the device, that all sums were seen here before an abort, and hear it of them."""
         key = ("confirm", self._name(view), step, self.attempt)
         self._send(view.live, key, None)
-        return (yield from self._gather(key, view.live))
+        await self._gather(key, view.live)
 
-    def _transfer(self, view: View) -> Body:
+    async def transfer(self, view: View) -> machine.Transferred:
         """Hand over or take what the view says: state first, then buckets in ascending order."""
         outcome = None
         if self.me == view.source:
             self._send(view.behind, ("state", self._name(view)), self._outcome())
         elif self.me in view.behind:
             source, sent = given(view.source), ("state", self._name(view))
-            broken = yield from self._receive(sent, source, self._outcome())
-            if broken:
-                return broken
+            await self._receive(sent, source, self._outcome())
             outcome = self._inbound[sent][source]
         received: dict[int, Sum] = {}
         for bucket, lacking in view.missing.items():
@@ -482,20 +446,17 @@ class Group(Process):
             if self.me == owner:
                 self._send(lacking, key, self.reduced[bucket])
             elif self.me in lacking:
-                broken = yield from self._receive(key, owner, Sum())
-                if broken:
-                    return broken
+                await self._receive(key, owner, Sum())
                 received[bucket] = self._inbound[key][owner]
         if outcome is not None:
             self._take(outcome, view)
         self.reduced.update(received)
-        yield from self._feed(machine.Transferred(view.epoch, outcome and outcome.speeds))
-        return ""
+        return machine.Transferred(view.epoch, outcome and outcome.speeds)
 
-    def _receive(self, key: tuple, source: GroupId, into: Sum | Outcome) -> Body:
+    async def _receive(self, key: tuple, source: GroupId, into: Sum | Outcome) -> None:
         if self.device is not None:
             self.device.receive(key, source, into)
-        return (yield from self._gather(key, (source,)))
+        await self._gather(key, (source,))
 
     def _outcome(self) -> Outcome:
         return Outcome(self.state.step, self.params, self.state.speeds, self.attempt, self.committed_in)
@@ -511,18 +472,17 @@ class Group(Process):
         told = {"step": outcome.step, "source": view.source, "params": self.params}
         self.record("state", epoch=view.epoch, **told)
 
-    def _update(self, step: int) -> Body:
-        yield self.sleep(self.pace.update)
+    async def update(self, step: int) -> machine.Updated | machine.Discarded:
+        await self.sleep(self.pace.update)
         parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
         sums = [part.gradient for part in parts]
         attempts = {attempt for part in parts for attempt in part.attempts}
         assert attempts == {self.attempt} == {self.state.attempt}, f"step {step}: sums of the attempts {attempts}"
-        discards = yield from self._judge(step, parts[0].states)
+        discards = await self._judge(step, parts[0].states)
         if discards or (step, self.attempt) in self.cluster.scenario.discards:
             self.attempt += 1
             self.reset_step()
-            yield from self._feed(machine.Discarded(step))
-            return
+            return machine.Discarded(step)
         self.attempt = 0
         wrong = self.params.startswith(invariants.WRONG)
         wrong |= self.incarnation > 0 and self.cluster.scenario.impure == "after"
@@ -533,32 +493,38 @@ class Group(Process):
         told = {"step": step, "sums": sums, "params": self.params, "speeds": known}
         self.record("commit", epoch=view.epoch, **self._branch("view", view), **told)
         self.reset_step()
-        yield from self._feed(machine.Updated(step, parts[0].seconds))
+        return machine.Updated(step, parts[0].seconds)
+
+    async def end_step(self, step: int) -> None:
         for who, following in self.followers:
             self._send_state(who, following)
         self._save()
 
-    def _glance(self, epoch: int, missing: Collection[GroupId]) -> Body:
-        """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
-        view, reports = yield self.client.call(lambda store: read_view(store, epoch, missing))
+    async def look(self, awaited: machine.AwaitView) -> News:
+        epoch, missing = awaited.epoch, awaited.missing
+        view, reports = await self.client.call(lambda store: read_view(store, epoch, missing))
         if view is not None:
-            yield from self._adopt(view)
-            return True
-        if (
-            reports or not self.client.fails_over or self._claimant.log_answers
-        ):  # else others may not know of this store
-            yield from self._feed(machine.ReportsSeen(tuple(reports)) if reports else machine.Tick())
-        return bool(reports)
+            return machine.ViewSeen(view)
+        return machine.ReportsSeen(tuple(reports)) if reports else machine.Tick()
 
-    def _finish(self) -> Body:
-        """Stay reachable until every live group is done."""
-        epoch = self.state.view.epoch
+    async def pause(self) -> None:
+        await self.sleep(self.pace.poll)
+
+    async def is_over(self) -> bool:
+        return False  # the history ends with the last step of the last group
+
+    async def await_others(self) -> bool:
         self.cluster.look_for_end()
-        deadline = self.cluster.kernel.now + self.pace.patience
-        while not self._inbox and self.cluster.kernel.now < deadline:
-            yield self._wait(deadline)
-        if not self._inbox and self.state.view.epoch == epoch:
-            yield from self._break("not every live group is done")
+        await self._wait(self.cluster.kernel.now + self.pace.patience / 5)
+        return False
+
+    async def stop(self, action: machine.Stop) -> NoReturn:
+        await self._end(action.reason)
+
+    async def _end(self, reason: str) -> NoReturn:
+        self.cluster.stopped(self, reason)
+        while True:
+            await Future()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -597,7 +563,7 @@ class Group(Process):
         me, outcome = (self.me, self.incarnation), self._outcome()
         self.cluster.network.send(self.me, who[0], lambda: following.take(me, outcome))
 
-    def _follow(self, step: int) -> Body:
+    async def follow(self, step: int) -> machine.CaughtUp | machine.CatchUpFailed | None:
         """Advance to the step of the view and not beyond: a donor's result of ``step`` may be made again."""
         deadline = self._seated + self.pace.patience
         following = given(self._following)
@@ -605,39 +571,39 @@ class Group(Process):
             outcome = self.cluster.advance(following, step)
             if outcome is not None and outcome.step >= step:
                 if outcome.step > step:
-                    yield from self._feed(machine.CatchUpFailed(f"it stands at {outcome.step}, the others at {step}"))
-                    return
+                    return machine.CatchUpFailed(f"it stands at {outcome.step}, the others at {step}")
                 self._take(outcome, self.state.view)
-                yield from self._feed(machine.CaughtUp(outcome.speeds))
-                return
+                return machine.CaughtUp(outcome.speeds)
             # The notice of a lost donor may be on its way; the view after it decides.
             out = not all(self.state.view.seats(*donor) for donor in following.donors)
             if (following.lost and out) or self.cluster.kernel.now >= deadline:
-                yield from self._feed(machine.CatchUpFailed("a donor is gone"))
-                return
-            yield self._wait(deadline)
+                return machine.CatchUpFailed("a donor is gone")
+            await self._wait(deadline)
+        return None
 
     # --- waiting and talking ------------------------------------------------------------------------------------------
 
-    def _gather(self, key: tuple, sources: Collection[GroupId], interruptible: bool = False) -> Body:
-        """Wait for a message from each source; returns why it cannot come, or nothing."""
+    async def _gather(self, key: tuple, sources: Collection[GroupId], interruptible: bool = False) -> bool:
+        """Wait for a message from each source. False if a notice came in first. Raises ``Broken``."""
         deadline = self.cluster.kernel.now + self.pace.patience
         there = lambda: all(group in self._inbound.get(key, ()) for group in sources)  # noqa: E731
-        return (yield from self._until(there, key[0], deadline, interruptible))
+        return await self._until(there, key[0], deadline, interruptible)
 
-    def _until(self, there: Callable[[], bool], what: str, deadline: float, interruptible: bool = False) -> Body:
-        """Wait until it is there; returns why that is not to be waited for, or nothing. An abort always goes first."""
+    async def _until(self, there: Callable[[], bool], what: str, deadline: float, interruptible: bool = False) -> bool:
+        """Wait until it is there. False if a notice came in first. Raises ``Broken``: an abort always goes first."""
         began = self.cluster.kernel.now
         while True:
             if self._broken:
-                return self._broken
+                raise Broken(self._broken)
             if interruptible and self._inbox:
-                return _HEARD
+                return False
             if there():
-                return ""
+                return True
             if self.cluster.kernel.now >= deadline:
-                return f"no end of {what} within {deadline - began:g}"
-            yield self._wait(deadline)
+                if self.device is not None:
+                    self.device.abort()
+                raise Broken(f"no end of {what} within {deadline - began:g}")
+            await self._wait(deadline)
 
     def _wait(self, deadline: float) -> Future:
         """Wait for a notice or a message, at most until the deadline."""
@@ -657,13 +623,7 @@ class Group(Process):
             else:
                 self.cluster.deliver(self.me, target, self.state.view.incarnations.get(target, 0), key, value)
 
-    def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
-        signal = signals.EpochAborted(epoch, reason, after, self.me)
-        self._said = [*(said for said in self._said if said.epoch >= epoch), signal]
-        return self.client.call(lambda store: store.append(signal))
 
-
-_HEARD = "a notice has come in"
 CHECK_STEPS = 3
 """Groups compare their states in every step whose number is a multiple of this."""
 
