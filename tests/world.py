@@ -1,7 +1,8 @@
 """A world that tries to break the protocol core: no processes, no clock, every interleaving the seed asks for.
 
-Groups are :class:`GroupState` machines. The world plays store, network and agents, and it is malicious within the
-assumptions of ``core.protocol.machine``: notices arrive at any time, a dead group's last all-reduce may have finished at
+Each group is the loop that trains (``core.protocol.shell``), one turn at a time; its ports do no more than they can do at
+once. The world plays store, network and agents, and it is malicious within the assumptions of ``core.protocol.machine``:
+notices arrive at any time, a dead group's last all-reduce may have finished at
 some survivors and not at others, groups run at any relative speed, any group may die between any two actions.
 
 A group that comes back follows one or two donors: each sends its own part of the model, and then what every step adds to
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -27,9 +29,12 @@ from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import group_locations, machine, signals
 from megatron_ft.core.protocol.machine import GroupState, Job
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.ports import Broken, Clock, Ranks, Store
+from megatron_ft.core.protocol.shell import Shell, carry_out
 from megatron_ft.core.scheduling.assignment import microbatches_of_step
 from megatron_ft.types import Assignment, GroupId, Microbatch, Report, View
 
+ABORTED = "aborted by a notice"
 Value = frozenset[Microbatch]
 Donor = tuple[GroupId, int]
 
@@ -48,30 +53,6 @@ class Model(NamedTuple):
 
     steps: tuple[tuple[Bucket, ...], ...]
     speeds: Speeds
-
-
-@dataclass
-class Group:
-    state: GroupState
-    action: machine.Action
-    local: list[set[Microbatch]]
-    parts: dict[int, list[set[Microbatch]]] = field(default_factory=dict)  # standby parts that are not contributed
-    reduced: dict[int, Bucket] = field(default_factory=dict)
-    done: list[tuple[Bucket, ...]] = field(default_factory=list)
-    measured: dict[GroupId, float] = field(default_factory=dict)  # what came with bucket 0
-    notices_seen: int = 0
-    differs: bool = False  # it lacks what only its script knows
-    aborted: bool = False  # a notice has ended the communicator under its hands
-    following: Following | None = None  # what it enters with
-    followers: list[Following] = field(default_factory=list)
-
-    @property
-    def committed(self) -> list[tuple[Value, ...]]:
-        return [tuple(bucket.value for bucket in step) for step in self.done]
-
-    @property
-    def model(self) -> Model:
-        return Model(tuple(self.done), self.state.speeds)
 
 
 class Sent(NamedTuple):
@@ -131,6 +112,293 @@ class Following:
         return first
 
 
+class Group(Ranks, Store, Clock):
+    """One group: its loop, and the ports of it, which do what can be done at once."""
+
+    def __init__(
+        self, world: World, state: GroupState, following: Following | None = None, differs: bool = False
+    ) -> None:
+        self.world, self.me = world, state.me
+        self.following = following  # what it enters with
+        self.differs = differs  # it lacks what only its script knows
+        self.followers: list[Following] = []
+        self.done: list[tuple[Bucket, ...]] = []
+        self.notices_seen = 0
+        self.aborted = False  # a notice has ended the communicator under its hands
+        self.reset_step()
+        self.shell = _Loop(self, state)
+        self.looks = self.ticks = self.moved = False
+
+    @property
+    def state(self) -> GroupState:
+        return self.shell.state
+
+    @property
+    def action(self) -> machine.Action:
+        return self.shell.next
+
+    @property
+    def committed(self) -> list[tuple[Value, ...]]:
+        return [tuple(bucket.value for bucket in step) for step in self.done]
+
+    @property
+    def model(self) -> Model:
+        return Model(tuple(self.done), self.state.speeds)
+
+    def reset_step(self) -> None:
+        self.local: list[set[Microbatch]] = [set() for _ in range(self.world.job.buckets)]
+        self.parts: dict[int, list[set[Microbatch]]] = {}  # standby parts that are not contributed
+        self.reduced: dict[int, Bucket] = {}
+        self.measured: dict[GroupId, float] = {}  # what came with bucket 0
+
+    def do(self, part, looks: bool, ticks: bool) -> bool:
+        """Carry out a part of the loop; False if nothing has come of it. ``looks``: it can look for a view meanwhile."""
+        before, self.looks, self.ticks, self.moved = self.state, looks, ticks, False
+        found = carry_out(part())
+        ticked = ticks and not found and not self.moved
+        self.looks = False
+        return self.moved or self.state is not before and not ticked
+
+    # --- the ranks ----------------------------------------------------------------------------------------------------
+
+    def doing(self, action: machine.Action) -> nullcontext:
+        return nullcontext()
+
+    def per_shard(self, step: int) -> int:
+        return self.world.job.per_shard
+
+    async def adopt(self, view: View) -> None:
+        self.world.adopts(self, view)
+
+    async def compute(self) -> list[machine.Computed]:
+        microbatch, world = self.state.todo[0], self.world
+        if microbatch == world.poison:
+            world.kill(self.me, computing=microbatch)
+            self.moved = True
+            return []
+        part = self.state.plan.part(self.me, microbatch)
+        for bucket in self.parts.setdefault(part, [set() for _ in self.local]) if part else self.local:
+            assert microbatch not in bucket
+            bucket.add(microbatch)
+        kind = " (patch)" if self.action.patch else " (standby)" if microbatch in self.state.standby else ""
+        world.say(f"{self.me} computes {microbatch}{kind}")
+        return [machine.Computed(microbatch)]
+
+    async def connect(self, view: View) -> machine.Connected | None:
+        present = self.world.connected.setdefault(view.epoch, set())
+        present.add(self.me)
+        if not present >= set(view.live):
+            return None
+        self.aborted = False
+        return machine.Connected(view.epoch)
+
+    def _check_abort(self) -> None:
+        """Raise ``Broken`` if a notice aborted the communicator, and core did not close the epoch for it."""
+        if self.aborted:
+            self.moved = True
+            raise Broken(ABORTED)
+
+    async def transfer(self, view: View) -> machine.Transferred | None:
+        self._check_abort()
+        me, world = self.me, self.world
+        if me == view.source or me in view.final.values():
+            world.sent[view.epoch, me] = (self.state.step, self.model, dict(self.reduced), dict(self.measured))
+        needs = {view.source} if me in view.behind else set()
+        needs |= {owner for bucket, owner in view.final.items() if me in view.missing.get(bucket, ())}
+        if any((view.epoch, owner) not in world.sent for owner in needs):
+            return None
+        speeds = None
+        if me in view.behind:
+            step, model, _, _ = world.sent[view.epoch, view.source]
+            speeds = model.speeds
+            if step > self.state.step:
+                world.say(f"{me} takes the state of step {step - 1} from {view.source}")
+                self.reset_step()
+                world.abandon(self)  # it knows the state after that step, and not what the step has added
+            elif not self.state.synced:
+                world.say(f"{me} receives the model of {view.source}, which stands before step {step}")
+            self.done = list(model.steps)
+        for bucket, owner in view.final.items():
+            if me in view.missing.get(bucket, ()):
+                world.say(f"{me} takes bucket {bucket} from {owner}")
+                self.reduced[bucket] = world.sent[view.epoch, owner][2][bucket]
+                if bucket == 0:
+                    self.measured = dict(world.sent[view.epoch, owner][3])
+        return machine.Transferred(view.epoch, speeds)
+
+    async def follow(self, step: int) -> machine.CaughtUp | machine.CatchUpFailed | None:
+        """Apply what the donors sent up to the step that the view continues, and not beyond."""
+        me, world, following = self.me, self.world, self.following
+        self.moved = world.receive(following)
+        following.apply(step)
+        ahead = {donor: at for donor, at in following.parts.items() if at > step}
+        assert not ahead, f"group {me} has to get to step {step}, and stands at {ahead}"
+        if following.stands == step:
+            self.done = list(following.model.steps)
+            following.gone = True
+            world.entries["followed"] += 1
+            world.say(f"{me} has the state of its donors, which stands before step {step}")
+            return machine.CaughtUp(following.model.speeds)
+        unread = [one for one in world.notices[self.notices_seen :] if isinstance(one, machine.GroupFailed)]
+        if any((one.group, one.incarnation) in following.lost for one in unread):
+            return None  # the notice of the donor's loss is on its way, and the view after it decides
+        if following.lost and not following.mail:
+            world.entries["strayed"] += 1
+            names = " and ".join(str(group) for group, _ in sorted(following.lost))
+            return machine.CatchUpFailed(f"group {names} is lost and has not handed over its part")
+        self.moved |= world.erratic and bool(following.mail)
+        return None
+
+    async def reduce(self, step: int, buckets: tuple[int, ...]) -> machine.Reduced | None:
+        """Arrive at every bucket asked for; see at most one of them finish per call."""
+        self._check_abort()
+        self.arrive()
+        for bucket in buckets:
+            view, world = self.state.view, self.world
+            key = (view.epoch, step, self.state.attempt, bucket)
+            values = world.arrived[key]
+            if set(values) >= set(view.live):
+                count = Counter(m for value in values.values() for m in value)
+                assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
+                differ = world.differ.get(key[:3], {}) if bucket == 0 else {}
+                self.reduced[bucket] = Bucket(frozenset(count), view.epoch, differ)
+                if bucket == 0:
+                    self.measured = dict(world.times[key[:3]])
+                world.say(f"{self.me} sees bucket {bucket} finish")
+                return machine.Reduced(bucket)
+        return None
+
+    def arrive(self) -> None:
+        """The group has started all its all-reduces; from here its part can be in the sum, even if the group dies."""
+        me, world, state, action = self.me, self.world, self.state, self.action
+        for part in state.plan.promoted(me):
+            for own, more in zip(self.local, self.parts.pop(part, ()), strict=False):
+                assert not own & more
+                own |= more
+        key = (state.view.epoch, action.step, state.attempt)
+        if 0 in action.buckets and state_divergence.compares_all(state.view, action.step):
+            world.differ.setdefault(key, {}).setdefault(me, self.differs)
+        for bucket in action.buckets:
+            world.arrived.setdefault((*key, bucket), {}).setdefault(me, frozenset(self.local[bucket]))
+            if bucket == 0 and self.local[0]:
+                world.times.setdefault(key, {}).setdefault(me, world.seconds(me, action.step))
+
+    async def update(self, step: int) -> machine.Updated | machine.Discarded | None:
+        job = self.world.job
+        whole = microbatches_of_step(step, job.shards, job.per_shard)
+        expected = frozenset(chain(*self.state.plan.assignment.values()) if job.policy.shrinks else whole)
+        for bucket in range(job.buckets):
+            got = self.reduced.get(bucket, Bucket(frozenset(), -1)).value
+            assert got == expected, f"group {self.me} step {step} bucket {bucket}: lacks {set(expected) - set(got)}"
+        found = state_divergence.compare(
+            self.reduced[0].differ, state_divergence.doubted(self.state.view, step, pass_steps=0)
+        )
+        assert not found.tied, f"it is not known which state is right: {found.tied}"
+        if self.me in found.minority:
+            self._end_for_state(found.minority)
+            return None
+        if set(found.minority) & set(machine.discardable(self.state)):
+            wrong = state_divergence.words((found.minority,))
+            self.world.say(f"{self.me} discards the sums of step {step}: no part of {wrong} may count")
+            self.reset_step()
+            return machine.Discarded(step)
+        assert len(self.done) == step
+        self.done.append(tuple(self.reduced[b] for b in range(job.buckets)))
+        measured = self.measured
+        self.reset_step()
+        self.world.say(f"{self.me} commits step {step}")
+        return machine.Updated(step, measured)
+
+    def _end_for_state(self, minority: tuple[GroupId, ...]) -> None:
+        right = state_divergence.words((tuple(sorted(self.reduced[0].differ.keys() - set(minority))),))
+        self.world.say(f"{self.me} does not enter: its state is not that of {right}")
+        self.world.ended[self.me] = self.world.alive.pop(self.me)
+        self.world.abandon(self)
+        why = f"group {self.me} ended by itself: its state differs"
+        self.world.notices.append(machine.GroupFailed(self.me, why, self.state.incarnation))
+        self.moved = True
+
+    async def end_step(self, step: int) -> None:
+        self.world.hand_on(self)
+
+    # --- store and clock ----------------------------------------------------------------------------------------------
+
+    async def verdict(self) -> None:
+        return None  # the world feeds them when its schedule says so
+
+    async def look(self, awaited: machine.AwaitView) -> machine.Event | None:
+        if not self.looks or not self.world.store_up:
+            return None
+        view = self.world.views.get(awaited.epoch + 1)
+        if view is not None:
+            return machine.ViewSeen(view)
+        told = self.world.reports.get(awaited.epoch, {})
+        found = tuple(told[other] for other in awaited.missing if other in told)
+        return machine.ReportsSeen(found) if found else machine.Tick()
+
+    async def log_answers(self) -> bool:
+        return self.ticks
+
+    async def publish(self, report: Report) -> None:
+        self.world.reports.setdefault(report.epoch, {})[self.me] = report
+        have, why = list(report.reduced_buckets), self.state.closed_by
+        self.world.say(f"{self.me} reports step {report.step} have {have} because {why}")
+
+    async def announce(self, said: machine.EpochAborted, detail: str = "") -> None:
+        why = said.reason if said.why == ABORTED else said.why
+        self.world.notices.append(machine.EpochAborted(said.epoch, why, said.after))
+
+    async def fence(self, proposal: machine.Propose) -> tuple[()]:
+        return ()
+
+    async def propose(self, view: View) -> View | None:
+        world = self.world
+        if not world.store_up:
+            return None
+        winner = world.views.setdefault(view.epoch, view)
+        if winner is view:
+            joined = f" joined {list(view.joined)}" if view.joined else ""
+            final = f" final {list(view.final)}" if view.final else ""
+            told = f"live {list(view.live)} lost {sorted(view.lost)}{joined}{final}"
+            for why in view.lost.values() if view.live else ():
+                assert why in view.reason or "; and " in view.reason, (
+                    f"view {view.epoch}: {view.reason}, lost {view.lost}"
+                )
+            because = f" because {view.reason} (noticed: {view.noticed})" if view.noticed else ""
+            world.say(f"{self.me} writes view {view.epoch}: {told}{because}")
+            for group in view.joined:
+                world.seat(group, view)
+        return winner
+
+    def now(self) -> float:
+        return self.world.now
+
+
+class _Loop(Shell):
+    """The loop of a group; the world looks at each state of it."""
+
+    def __init__(self, group: Group, state: GroupState) -> None:
+        self._group, self._state = group, state
+        super().__init__(state, group, group, group)
+
+    async def feed(self, event: machine.Event | None) -> None:
+        if event is not None:
+            self._group.world.hears(self._group, event)
+        await super().feed(event)
+
+    @property
+    def state(self) -> GroupState:
+        return self._state
+
+    @state.setter
+    def state(self, state: GroupState) -> None:
+        before, self._state = self._state, state
+        if state.stopped != before.stopped:
+            self._group.world.stops(self._group)
+        if state.plan is not before.plan:
+            self._group.world.compare_plans(self._group)
+
+
 class World:
     """Drive it with :meth:`run`, or by hand with :meth:`act`, :meth:`kill` and :meth:`notice` for a fixed story."""
 
@@ -158,8 +426,7 @@ class World:
         self.sent: dict[tuple[int, int], tuple[int, Model, dict[int, Bucket], dict[int, float]]] = {}
         self.alive: dict[int, Group] = {}
         for me in range(job.shards):
-            state = machine.start(me, job, self.views[0])
-            self.alive[me] = Group(state, machine.next_action(state), [set() for _ in range(job.buckets)])
+            self.alive[me] = Group(self, machine.start(me, job, self.views[0]))
         self.ended: dict[int, Group] = {}
         self.held: set[int] = set()  # joining groups whose messages do not arrive for now
         self.frozen: set[int] = set()  # stopped processes: they neither act nor read notices until `thaw`
@@ -344,39 +611,12 @@ class World:
         if me in self.alive and me in self.frozen:
             self.ghosts[me] = self.alive[me]
             self.frozen.discard(me)
-        state = machine.start(me, self.job, view)
-        local = [set() for _ in range(self.job.buckets)]
-        differs = me in self.differing
-        self.alive[me] = Group(state, machine.next_action(state), local, following=following, differs=differs)
+        self.alive[me] = Group(self, machine.start(me, self.job, view), following, differs=me in self.differing)
         self.differing.discard(me)
         self.entries["entered"] += 1
         if len(view.joined) > 1:
             self.entries["beside another"] += 1
         assert not view.behind and not view.final, f"group {me} enters where something is handed over: {view}"
-
-    def _follow(self, me: int, group: Group, action: machine.Follow) -> bool:
-        """Apply what the donors sent up to the step that the view continues, and not beyond."""
-        following = group.following
-        heard = self.receive(following)
-        following.apply(action.step)
-        ahead = {donor: step for donor, step in following.parts.items() if step > action.step}
-        assert not ahead, f"group {me} has to get to step {action.step}, and stands at {ahead}"
-        if following.stands == action.step:
-            group.done = list(following.model.steps)
-            following.gone = True
-            self.entries["followed"] += 1
-            self.say(f"{me} has the state of its donors, which stands before step {action.step}")
-            self.feed(me, machine.CaughtUp(following.model.speeds))
-            return True
-        unread = [one for one in self.notices[group.notices_seen :] if isinstance(one, machine.GroupFailed)]
-        if any((one.group, one.incarnation) in following.lost for one in unread):
-            return heard  # the notice of the donor's loss is on its way, and the view after it decides
-        if following.lost and not following.mail:
-            self.entries["strayed"] += 1
-            names = " and ".join(str(group) for group, _ in sorted(following.lost))
-            self.feed(me, machine.CatchUpFailed(f"group {names} is lost and has not handed over its part"))
-            return True
-        return heard or self.erratic and bool(following.mail)
 
     def freeze(self, me: int) -> None:
         """The process is stopped (SIGSTOP, a lost network, a long garbage collection); no notice is written."""
@@ -441,9 +681,8 @@ class World:
         for _ in range(seconds):
             self.now += 1.0
             for me in sorted(self.alive):
-                waits = isinstance(self.alive[me].action, machine.AwaitView)
-                if waits and self.store_up and me not in self.frozen and not self.act(me):
-                    self.feed(me, machine.Tick())  # the store answers, and there is nothing new
+                if isinstance(self.alive[me].action, machine.AwaitView):
+                    self.act(me, ticks=True)
 
     def notice(self, me: int) -> None:
         """Deliver the next notice of the log to one group."""
@@ -453,37 +692,23 @@ class World:
         group.aborted |= group.state.connected and signals.ends(event, group.state.view, group.state.step)
         self.feed(me, event)
 
-    # --- the shell of one group ---------------------------------------------------------------------------------------
+    def hears(self, group: Group, event: machine.Event) -> None:
+        """An event is about to reach a group."""
 
-    def feed(self, me: int, event: machine.Event) -> None:
-        group = self.alive[me]
-        before = group.state
-        group.state, actions = machine.step(group.state, event, now=self.now)
-        group.action = actions[-1]
-        if group.state.stopped != before.stopped:
-            self.say(f"{me} stops: {group.state.stopped}")
-            if group.state.wiped_out and group.state.following and group.following is not None:
-                self.save(group.following)
-            self.abandon(group)
-            if "outside view" not in group.state.stopped:  # it has a seat, so its agent is heard
-                self.notices.append(machine.GroupFailed(me, f"group {me} ended by itself", group.state.incarnation))
-            if "has to start over" in group.state.stopped:
-                self.ended[me] = self.alive.pop(me)
-                return
-        if group.state.plan is not before.plan:
-            self.compare_plans(group)
-        for action in actions:
-            if isinstance(action, machine.Publish):
-                self.reports.setdefault(action.report.epoch, {})[me] = action.report
-                why = group.state.closed_by
-                self.say(
-                    f"{me} reports step {action.report.step} have {list(action.report.reduced_buckets)} because {why}"
-                )
-            elif isinstance(action, machine.Announce):
-                self.notices.append(machine.EpochAborted(action.epoch, action.reason, action.after))
-            elif isinstance(action, machine.Propose):
-                self.propose(me, action.view)
-                return
+    def adopts(self, group: Group, view: View) -> None:
+        """A group is about to follow a view."""
+
+    def stops(self, group: Group) -> None:
+        """The group ends by itself."""
+        me, state = group.me, group.state
+        self.say(f"{me} stops: {state.stopped}")
+        if state.wiped_out and state.following and group.following is not None:
+            self.save(group.following)
+        self.abandon(group)
+        if "outside view" not in state.stopped:  # it has a seat, so its agent is heard
+            self.notices.append(machine.GroupFailed(me, f"group {me} ended by itself", state.incarnation))
+        if "has to start over" in state.stopped:
+            self.ended[me] = self.alive.pop(me)
 
     def compare_plans(self, group: Group) -> None:
         """All groups that have the state that a step starts from have the same state and the same plan."""
@@ -501,205 +726,27 @@ class World:
         lasting, passing = (random.Random(f"{self.seed} {me} {of}") for of in (self.starts.get(me, 0), step))
         return lasting.choice([1, 1, 1, 3]) * passing.choice([1, 1, 1, 2, 5]) * passing.uniform(1.0, 1.3)
 
-    def propose(self, me: int, view: View) -> None:
-        if not self.store_up:
-            return
-        winner = self.views.setdefault(view.epoch, view)
-        if winner is view:
-            joined = f" joined {list(view.joined)}" if view.joined else ""
-            final = f" final {list(view.final)}" if view.final else ""
-            told = f"live {list(view.live)} lost {sorted(view.lost)}{joined}{final}"
-            for why in view.lost.values() if view.live else ():
-                assert why in view.reason or "; and " in view.reason, (
-                    f"view {view.epoch}: {view.reason}, lost {view.lost}"
-                )
-            because = f" because {view.reason} (noticed: {view.noticed})" if view.noticed else ""
-            self.say(f"{me} writes view {view.epoch}: {told}{because}")
-            for group in view.joined:
-                self.seat(group, view)
-        self.feed(me, machine.ViewSeen(winner))
+    # --- the groups ---------------------------------------------------------------------------------------------------
 
-    def act(self, me: int) -> bool:
-        """Let one group do its present action once; False when it can only wait."""
-        if me in self.frozen:
-            return False
+    def feed(self, me: int, event: machine.Event) -> None:
+        carry_out(self.alive[me].shell.feed(event))
+
+    def act(self, me: int, ticks: bool = False) -> bool:
+        """Let one group do its present action once; False when it can only wait. ``ticks``: time passes meanwhile."""
         group = self.alive[me]
-        action = group.action
-        handler = getattr(self, f"_{type(action).__name__.lower()}")
-        return handler(me, group, action)
-
-    def _compute(self, me: int, group: Group, action: machine.Compute) -> bool:
-        if action.microbatch == self.poison:
-            self.kill(me, computing=self.poison)
-            return True
-        part = group.state.plan.part(me, action.microbatch)
-        for bucket in group.parts.setdefault(part, [set() for _ in group.local]) if part else group.local:
-            assert action.microbatch not in bucket
-            bucket.add(action.microbatch)
-        kind = " (patch)" if action.patch else " (standby)" if action.microbatch in group.state.standby else ""
-        self.say(f"{me} computes {action.microbatch}{kind}")
-        self.feed(me, machine.Computed(action.microbatch))
-        return True
-
-    def _connect(self, me: int, group: Group, action: machine.Connect) -> bool:
-        epoch = action.view.epoch
-        present = self.connected.setdefault(epoch, set())
-        present.add(me)
-        if present >= set(action.view.live):
-            group.aborted = False
-            self.feed(me, machine.Connected(epoch))
-            return True
-        return False
-
-    def broken(self, me: int, group: Group) -> bool:
-        """A notice aborted the communicator, and core did not close the epoch for it: the shell reports the abort."""
-        if not group.aborted:
+        if me in self.frozen or isinstance(group.action, machine.Finish | machine.Stop):
             return False
-        epoch = group.state.view.epoch
-        reason = f"group {me} reports: aborted by a notice"
-        self.notices.append(machine.EpochAborted(epoch, reason))
-        self.feed(me, machine.EpochAborted(epoch, reason))
-        return True
-
-    def _transfer(self, me: int, group: Group, action: machine.Transfer) -> bool:
-        if self.broken(me, group):
-            return True
-        view = action.view
-        if me == view.source or me in view.final.values():
-            self.sent[view.epoch, me] = (group.state.step, group.model, dict(group.reduced), dict(group.measured))
-        needs = {view.source} if me in view.behind else set()
-        needs |= {owner for bucket, owner in view.final.items() if me in view.missing.get(bucket, ())}
-        if any((view.epoch, owner) not in self.sent for owner in needs):
-            return False
-        speeds = None
-        if me in view.behind:
-            step, model, _, _ = self.sent[view.epoch, view.source]
-            speeds = model.speeds
-            if step > group.state.step:
-                self.say(f"{me} takes the state of step {step - 1} from {view.source}")
-                self.reset_step(group)
-                self.abandon(group)  # it knows the state after that step, and not what the step has added
-            elif not group.state.synced:
-                self.say(f"{me} receives the model of {view.source}, which stands before step {step}")
-            group.done = list(model.steps)
-        for bucket, owner in view.final.items():
-            if me in view.missing.get(bucket, ()):
-                self.say(f"{me} takes bucket {bucket} from {owner}")
-                group.reduced[bucket] = self.sent[view.epoch, owner][2][bucket]
-                if bucket == 0:
-                    group.measured = dict(self.sent[view.epoch, owner][3])
-        self.feed(me, machine.Transferred(view.epoch, speeds))
-        return True
-
-    def _reduce(self, me: int, group: Group, action: machine.Reduce) -> bool:
-        """Arrive at every bucket asked for; see at most one of them finish per call."""
-        if self.broken(me, group):
-            return True
-        self.arrive(me)
-        for bucket in action.buckets:
-            view = group.state.view
-            key = (view.epoch, action.step, group.state.attempt, bucket)
-            values = self.arrived[key]
-            if set(values) >= set(view.live):
-                count = Counter(m for value in values.values() for m in value)
-                assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
-                differ = self.differ.get(key[:3], {}) if bucket == 0 else {}
-                group.reduced[bucket] = Bucket(frozenset(count), view.epoch, differ)
-                if bucket == 0:
-                    group.measured = dict(self.times[key[:3]])
-                self.say(f"{me} sees bucket {bucket} finish")
-                self.feed(me, machine.Reduced(bucket))
-                return True
-        return False
-
-    def arrive(self, me: int) -> None:
-        """The group has started all its all-reduces; from here its part can be in the sum, even if the group dies."""
-        group = self.alive[me]
-        for part in group.state.plan.promoted(me):
-            for own, more in zip(group.local, group.parts.pop(part, ()), strict=False):
-                assert not own & more
-                own |= more
-        key = (group.state.view.epoch, group.action.step, group.state.attempt)
-        if 0 in group.action.buckets and state_divergence.compares_all(group.state.view, group.action.step):
-            self.differ.setdefault(key, {}).setdefault(me, group.differs)
-        for bucket in group.action.buckets:
-            self.arrived.setdefault((*key, bucket), {}).setdefault(me, frozenset(group.local[bucket]))
-            if bucket == 0 and group.local[0]:
-                self.times.setdefault(key, {}).setdefault(me, self.seconds(me, group.action.step))
-
-    def compare_states(self, me: int, group: Group, step: int) -> bool:
-        """Compare the states that came with bucket 0; True if the group ends for it, or computes the step again."""
-        differ = group.reduced[0].differ
-        found = state_divergence.compare(differ, state_divergence.doubted(group.state.view, step, pass_steps=0))
-        assert not found.tied, f"it is not known which state is right: {found.tied}"
-        if me in found.minority:
-            right = state_divergence.words((tuple(sorted(differ.keys() - set(found.minority))),))
-            self.say(f"{me} does not enter: its state is not that of {right}")
-            self.ended[me] = self.alive.pop(me)
-            self.abandon(group)
-            why = f"group {me} ended by itself: its state differs"
-            self.notices.append(machine.GroupFailed(me, why, group.state.incarnation))
-            return True
-        if not set(found.minority) & set(machine.discardable(group.state)):
-            return False
-        wrong = state_divergence.words((found.minority,))
-        self.say(f"{me} discards the sums of step {step}: no part of {wrong} may count")
-        self.reset_step(group)
-        self.feed(me, machine.Discarded(step))
-        return True
-
-    def _update(self, me: int, group: Group, action: machine.Update) -> bool:
-        whole = microbatches_of_step(action.step, self.job.shards, self.job.per_shard)
-        expected = frozenset(chain(*group.state.plan.assignment.values()) if self.job.policy.shrinks else whole)
-        for bucket in range(self.job.buckets):
-            got = group.reduced.get(bucket, Bucket(frozenset(), -1)).value
-            assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
-        if self.compare_states(me, group, action.step):
-            return True
-        assert len(group.done) == action.step
-        group.done.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
-        measured = group.measured
-        self.reset_step(group)
-        self.say(f"{me} commits step {action.step}")
-        self.feed(me, machine.Updated(action.step, measured))
-        self.hand_on(group)
-        return True
-
-    def _awaitview(self, me: int, group: Group, action: machine.AwaitView) -> bool:
-        if not self.store_up:
-            return False
-        view = self.views.get(action.epoch + 1)
-        if view is not None:
-            self.feed(me, machine.ViewSeen(view))
-            return True
-        told = self.reports.get(action.epoch, {})
-        found = tuple(told[other] for other in action.missing if other in told)
-        if found:
-            self.feed(me, machine.ReportsSeen(found))
-        return bool(found)
+        return group.do(group.shell.turn, looks=isinstance(group.action, machine.AwaitView), ticks=ticks)
 
     def glance(self, me: int) -> bool:
         """Between two microbatches the group looks for an awaited view. Returns True if it found something."""
         group = self.alive[me]
-        awaited = machine.awaited(group.state)
-        if not awaited or me in self.frozen or not self.store_up:
+        if me in self.frozen or not machine.awaited(group.state):
             return False
-        if self._awaitview(me, group, awaited):
-            return True
-        self.feed(me, machine.Tick())
-        return False
+        return group.do(group.shell.look, looks=True, ticks=True)
 
-    def _finish(self, me: int, group: Group, action: machine.Finish) -> bool:
-        return False
-
-    def _stop(self, me: int, group: Group, action: machine.Stop) -> bool:
-        return False
-
-    def reset_step(self, group: Group) -> None:
-        group.local = [set() for _ in range(self.job.buckets)]
-        group.parts = {}
-        group.reduced = {}
-        group.measured = {}
+    def arrive(self, me: int) -> None:
+        self.alive[me].arrive()
 
     # --- schedules ----------------------------------------------------------------------------------------------------
 

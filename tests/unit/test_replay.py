@@ -14,13 +14,14 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.shell import resumes
 from megatron_ft.runlog import history
 from megatron_ft.runlog.protocol_trace import Line, Record, RecordError
 from megatron_ft.runlog.replay import replay
 from megatron_ft.types import PlanOrigin, Report, View
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from tests import support
-from tests.world import World
+from tests.world import Group, World
 from tools.replay import main
 
 
@@ -54,15 +55,14 @@ class RecordedWorld(World):
         if waiting and me not in self.seekers:
             self.open(me, view)
 
-    def act(self, me: int) -> bool:
+    def act(self, me: int, ticks: bool = False) -> bool:
         group = self.alive[me]
-        action, decided = group.action, group.state.next_plan_origin is not None
-        if isinstance(action, machine.Reduce | machine.Finish) or isinstance(action, machine.Update) and not decided:
+        if resumes(group.state, group.action):
             self.books[me][1].resumed(group.state)
-        return super().act(me)
+        return super().act(me, ticks)
 
-    def feed(self, me: int, event: machine.Event) -> None:
-        state, (lines, account) = self.alive[me].state, self.books[me]
+    def hears(self, group: Group, event: machine.Event) -> None:
+        state, (lines, account) = group.state, self.books[group.me]
         caught_up = (
             isinstance(event, machine.Transferred) and state.next_plan_origin and event.epoch == state.view.epoch
         )
@@ -73,13 +73,14 @@ class RecordedWorld(World):
             measured = {"measured": self.measured[state.step]} if self.job.straggler_factor else {}
             lines.record("step", step=state.step, microbatches=count, epoch=state.view.epoch, live=live, **measured)
             account.begin_step()
-        if state.reported:
+
+    def adopts(self, group: Group, view: View) -> None:
+        if group.me in view.live:
+            lines, account = self.books[group.me]
+            lines.set_writer(group.me == min(view.live))
+            lines.record("view", **view.to_json())
             account.noticed()
-        super().feed(me, event)
-        if isinstance(event, machine.ViewSeen) and event.view.epoch > state.view.epoch and me in event.view.live:
-            lines.set_writer(me == min(event.view.live))
-            lines.record("view", **event.view.to_json())
-            account.adopted(event.view)
+            account.adopted(view)
 
     def end(self) -> None:
         if any(isinstance(group.action, machine.Finish) for group in self.alive.values()):
