@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -160,9 +159,6 @@ class Group(Ranks, Store, Clock):
         return self.moved or self.state is not before and not ticked
 
     # --- the ranks ----------------------------------------------------------------------------------------------------
-
-    def doing(self, action: machine.Action) -> nullcontext:
-        return nullcontext()
 
     def per_shard(self, step: int) -> int:
         return self.world.job.per_shard
@@ -323,9 +319,6 @@ class Group(Ranks, Store, Clock):
 
     # --- store and clock ----------------------------------------------------------------------------------------------
 
-    async def verdict(self) -> None:
-        return None  # the world feeds them when its schedule says so
-
     async def look(self, awaited: machine.AwaitView) -> machine.Event | None:
         if not self.looks or not self.world.store_up:
             return None
@@ -347,9 +340,6 @@ class Group(Ranks, Store, Clock):
     async def announce(self, said: machine.EpochAborted, detail: str = "") -> None:
         why = said.reason if said.why == ABORTED else said.why
         self.world.notices.append(machine.EpochAborted(said.epoch, why, said.after))
-
-    async def fence(self, proposal: machine.Propose) -> tuple[()]:
-        return ()
 
     async def propose(self, view: View) -> View | None:
         world = self.world

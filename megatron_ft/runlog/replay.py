@@ -1,10 +1,10 @@
 """Feed a run's record through ``core`` again: it must make the recorded decisions (``tools/replay.py`` prints them).
 
 A view line holds the decision and the reports it was made from. In between, a group does only what core asks of it, so
-one machine per group can be advanced, by core's own orders, from every view to the state of its next report. There it
-receives the events that ended the epoch according to the record, and must report and propose exactly what is recorded.
-Inputs (which groups died, asked for a seat, why, and the speeds of the groups) are taken from the record; everything
-else is decided again.
+the loop of each group (``core.protocol.shell``) can be advanced, by ports that have every result at once, from every view
+to the state of its next report. There it receives the events that ended the epoch according to the record, and must report
+and propose exactly what is recorded. Inputs (which groups died, asked for a seat, why, and the speeds of the groups) are
+taken from the record; everything else is decided again.
 
 A lost group leaves no report. It is unknown whether it still wrote a line before it died, so such a line is compared
 with the line that the group would have written there, and may be absent.
@@ -13,16 +13,17 @@ with the line that the group would have written there, and may be absent.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ft.core.detection import stragglers
 from megatron_ft.core.protocol import machine as recovery
 from megatron_ft.core.protocol import membership, messages
 from megatron_ft.core.protocol.machine import GroupState
-from megatron_ft.core.protocol.shell import resumes
+from megatron_ft.core.protocol.ports import Clock, Ranks, Store
+from megatron_ft.core.protocol.shell import Shell, carry_out, resumes
 from megatron_ft.core.protocol.takeovers import TakenOver
 from megatron_ft.runlog.protocol_trace import Line, Record
 from megatron_ft.types import GroupId, Report, View, listed
@@ -99,69 +100,131 @@ class _Past:
             )
         return self._known[step]
 
-    def after(self, state: GroupState, event: messages.Event) -> tuple[GroupState, messages.Action]:
-        """Return the state and the next action after an event; before a step, the script sets the size of the batch."""
-        state = self.resized(recovery.step(state, event, 0.0)[0])
-        return state, recovery.next_action(state)
-
-    def resized(self, state: GroupState) -> GroupState:
-        """Return the state with the size of the batch that the script has set, if it is one."""
-        place = bisect_right(self._sizes, state.step, key=lambda change: change[0]) - 1
-        if place < 0 or self._sizes[place][1] == state.job.per_shard or state.computed or not state.synced:
-            return state
-        return recovery.step(state, messages.BatchResized(self._sizes[place][1]), 0.0)[0]
+    def per_shard(self, step: int, otherwise: int) -> int:
+        """Return the size that the script has set before ``step``, if it has set one."""
+        place = bisect_right(self._sizes, step, key=lambda change: change[0]) - 1
+        return self._sizes[place][1] if place >= 0 else otherwise
 
 
 # --- one group --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Machine:
-    """One group's protocol state, and the possible states of its account of interruptions
+class _Group(Ranks, Store, Clock):
+    """One group: its loop, the ports of it, and the possible states of its account of interruptions
     (``worker.recovery_metrics``).
 
-    ``counted`` is what the recovery lines of this step have counted. It is a set of
-    possibilities, because a report does not tell whether a group was just about to reduce. ``recoveries`` are the lines
-    it would write for the present view (none when it has only just joined). ``resumed``: whether it went on; None when
-    the record does not tell.
+    ``counted`` is what the recovery lines of this step have counted. It is a set of possibilities, because a report does not
+    tell whether a group was just about to reduce. ``recoveries`` are the lines it would write for the present view (none
+    when it has only just joined). ``resumed``: whether it went on; None when the record does not tell.
     """
 
-    state: GroupState
-    past: _Past
-    committed: Callable[[GroupState, int], None]
-    counted: set[TakenOver] = field(default_factory=lambda: {TakenOver()})
-    recoveries: list[dict[str, Any]] = field(default_factory=list)
-    resumed: bool | None = False
+    def __init__(self, state: GroupState, past: _Past, committed: Callable[[GroupState, int], None]) -> None:
+        self._past, self._committed = past, committed
+        self.counted = {TakenOver()}
+        self.recoveries: list[dict[str, Any]] = []
+        self.resumed: bool | None = False
+        self._published: list[Report] = []
+        self._proposed: list[View] = []
+        self._have: Collection[int] | None = None  # the buckets of the report beyond which it must not go
+        self._now = 0.0
+        self._start(state)
+        carry_out(self._shell.resize())
+
+    def _start(self, state: GroupState) -> None:
+        self._shell = Shell(state, self, self, self)
+
+    @property
+    def state(self) -> GroupState:
+        return self._shell.state
+
+    # --- the ports ----------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._now
+
+    def per_shard(self, step: int) -> int:
+        return self._past.per_shard(step, self.state.job.per_shard)
+
+    async def compute(self) -> list[messages.Computed]:
+        microbatch = self.state.todo[0]
+        return [messages.Computed(microbatch, microbatch in self.state.digest_only)]
+
+    async def connect(self, view: View) -> messages.Connected:
+        return messages.Connected(view.epoch)
+
+    async def transfer(self, view: View) -> messages.Transferred:
+        return messages.Transferred(view.epoch, self._past.speeds(view.step))
+
+    async def follow(self, step: int) -> messages.CaughtUp:
+        return messages.CaughtUp(self._past.speeds(step))
+
+    async def reduce(self, step: int, buckets: Sequence[int]) -> messages.Reduced | None:
+        wanted = [bucket for bucket in buckets if self._have is None or bucket in self._have]
+        return messages.Reduced(wanted[0]) if wanted else None
+
+    async def update(self, step: int) -> messages.Updated | messages.Discarded | None:
+        if self._have is not None:
+            return None
+        if (step, self.state.attempt) in self._past.discards:
+            return messages.Discarded(step)
+        return messages.Updated(step, self._past.measured.get(step, {}))
+
+    async def stop(self, action: messages.Stop) -> NoReturn:
+        raise AssertionError("no turn is taken then")
+
+    async def publish(self, report: Report) -> None:
+        self._published.append(report)
+
+    async def propose(self, view: View) -> None:
+        self._proposed.append(view)
+
+    # --- the walk from view to view -----------------------------------------------------------------------------------
 
     def enter(self, view: View) -> None:
         """Adopt the view, and derive its recovery line from the state in which the group goes on."""
         # The proposer of a view may not have heard of a death that another group knew: forget it again.
-        unheard = replace(self.state, graves={})
-        self.state, _ = recovery.step(unheard, messages.ViewSeen(view), 0.0)
-        self.recoveries, self.resumed = [], False
-        at, action = self.state, recovery.next_action(self.state)
-        while not resumes(at, action):
-            event = _obey(action, self.past, at)
-            if event is None:
-                return  # the group has to stop
-            at, action = self.past.after(at, event)
-        counted = self.counted if at.step == self.state.step else {TakenOver()}
-        self.recoveries = [before.line(at) for before in counted]
+        self._start(replace(self.state, graves={}))
+        self._feed(messages.ViewSeen(view))
+        self.recoveries, self.resumed, self._have = [], False, None
+        ahead = self._ahead(lambda state: True)
+        if ahead is None:
+            return  # the group has to stop
+        counted = self.counted if ahead.step == self.state.step else {TakenOver()}
+        self.recoveries = [before.line(ahead) for before in counted]
+
+    def _ahead(self, stays: Callable[[GroupState], bool]) -> GroupState | None:
+        """Return the state in which the group goes on from here, as long as it ``stays``; None if it does not come to that.
+        The group itself does not advance."""
+        shell, here = self._shell, self.state
+        self._start(here)
+        while stays(self.state) and not resumes(self.state, self._shell.next) and self._turn():
+            continue
+        found = self.state if stays(self.state) and resumes(self.state, self._shell.next) else None
+        self._shell = shell
+        return found
+
+    def _turn(self) -> bool:
+        """Let the loop take a turn; False if nothing comes of it."""
+        before = self.state
+        if isinstance(self._shell.next, messages.Stop | messages.Finish | messages.AwaitView):
+            return False
+        carry_out(self._shell.turn())
+        if self.state.step != before.step:
+            carry_out(self._shell.resize())
+        return self.state is not before
 
     def advance(self, arrived: Callable[[GroupState], bool], have: Callable[[GroupState], Collection | None]) -> bool:
         """Carry out core's orders until the group has arrived; return False if it does not arrive."""
-        action = recovery.next_action(self.state)
         while not arrived(self.state):
-            event = _obey(action, self.past, self.state, have(self.state))
-            if event is None:
+            before, goes_on = self.state, resumes(self.state, self._shell.next)
+            self._have = have(before)
+            if not self._turn():
                 return False
-            if not self.resumed and resumes(self.state, action):
+            if not self.resumed and goes_on:
                 self.resumed = True
-                self.counted = {before.after(self.state) for before in self.counted}
-            before = self.state
-            self.state, action = self.past.after(before, event)
+                self.counted = {counted.after(before) for counted in self.counted}
             if self.state.step != before.step:
-                self.committed(before, before.step)
+                self._committed(before, before.step)
                 self.counted = {TakenOver()}
         return True
 
@@ -180,14 +243,9 @@ class _Machine:
 
         if not self.advance(stands, have):
             reached = f"step {self.state.step} with buckets {sorted(self.state.reduced_buckets)}, where core asks for"
-            asks = f"{reached} {recovery.next_action(self.state)}"
-            raise _Differs(f"where group {report.group} stood", report, asks)
-        if self.resumed:
-            return
-        at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (event := _obey(action, self.past, at, buckets)):  # the report does not tell its progress
-            at, action = self.past.after(at, event)
-        if stands(at) and resumes(at, action):
+            raise _Differs(f"where group {report.group} stood", report, f"{reached} {self._shell.next}")
+        self._have = buckets
+        if not self.resumed and self._ahead(stands):  # the report does not tell its progress
             self.resumed = None
 
     def settle(self, wrote: bool | None) -> None:
@@ -196,44 +254,29 @@ class _Machine:
             went_on = {before.after(self.state) for before in self.counted}
             self.counted = went_on if wrote else self.counted | went_on
 
-    def feed(self, events: Iterable[messages.Event]) -> list[messages.Action]:
-        actions: list[messages.Action] = []
+    def reports(self, reason: messages.Event) -> list[Report]:
+        """Return what it reports when the epoch ends for this reason."""
+        self._published = []
+        self._feed(reason)
+        return self._published
+
+    def propose_after(self, events: Iterable[messages.Event], silent: bool) -> list[View]:
+        """Return its proposals after these events and another look, and after long enough if a group stays silent."""
         for event in events:
-            self.state, new = recovery.step(self.state, event, 0.0)
-            actions += new
-        return actions
-
-    def propose(self, silent: bool) -> list[View]:
-        """Return its proposals after it has looked again, and for long enough if a group stays silent."""
-        patience_s, now = self.state.patience_s, 0.0
-        self.state, actions = recovery.step(self.state, messages.Tick(), now)
+            self._feed(event)
+        patience_s, self._now = self.state.patience_s, 0.0
+        self._look_again()
         while silent and self.state.waited_s < patience_s and not self.state.stopped:
-            now += patience_s
-            self.state, actions = recovery.step(self.state, messages.Tick(), now)
-        return [action.view for action in actions if isinstance(action, messages.Propose)]
+            self._now += patience_s
+            self._look_again()
+        return self._proposed
 
+    def _look_again(self) -> None:
+        self._proposed = []
+        self._feed(messages.Tick())
 
-def _obey(
-    action: messages.Action, past: _Past, state: GroupState, have: Collection | None = None
-) -> messages.Event | None:
-    """Carry out core's order; None if it has no result, or would lead past a report with the buckets ``have``."""
-    match action:
-        case messages.Compute(microbatch=microbatch):
-            return messages.Computed(microbatch, microbatch in state.digest_only)
-        case messages.Connect(view=view):
-            return messages.Connected(view.epoch)
-        case messages.Transfer(view=view):
-            return messages.Transferred(view.epoch, past.speeds(view.step))
-        case messages.Follow(step=step):
-            return messages.CaughtUp(past.speeds(step))
-        case messages.Reduce(buckets=buckets):
-            wanted = [bucket for bucket in buckets if have is None or bucket in have]
-            return messages.Reduced(wanted[0]) if wanted else None
-        case messages.Update(step=step) if have is None and (step, state.attempt) in past.discards:
-            return messages.Discarded(step)
-        case messages.Update(step=step) if have is None:
-            return messages.Updated(step, past.measured.get(step, {}))
-    return None
+    def _feed(self, event: messages.Event) -> None:
+        carry_out(self._shell.feed(event))
 
 
 # --- all groups -------------------------------------------------------------------------------------------------------
@@ -243,7 +286,7 @@ class _Run:
     def __init__(self, record: Record) -> None:
         self.record, self.result = record, Replay()
         self.past = _Past(record)
-        self.machines: dict[GroupId, _Machine] = {}
+        self.machines: dict[GroupId, _Group] = {}
         self.commits: dict[int, dict[GroupId, int]] = {}  # step -> group -> epoch
         self.planned: dict[int, int] = {}  # step -> microbatches of its plan
         self.unseen: dict[int, set[int]] = {}  # step -> epochs whose lost writer may have committed it
@@ -271,9 +314,7 @@ class _Run:
             if step not in self.planned:
                 self.planned[step] = sum(map(len, state.plan.assignment.values()))
 
-        self.machines[group] = _Machine(
-            self.past.resized(recovery.start(group, self.record.job, view)), self.past, committed
-        )
+        self.machines[group] = _Group(recovery.start(group, self.record.job, view), self.past, committed)
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -316,12 +357,12 @@ class _Run:
         for report in told:
             machine = self.machines[report.group]
             machine.stand(report)
-            published = [a.report for a in machine.feed([first]) if isinstance(a, messages.Publish)]
+            published = machine.reports(first)
             if published != [report]:
                 return (Difference(f"the report of group {report.group}", report, published),)
             others = tuple(other for other in told if other is not report)
-            machine.feed([*then, messages.ReportsSeen(others)])
-            proposed += machine.propose(any(_SILENT in why for why in new.lost.values()))
+            silent = any(_SILENT in why for why in new.lost.values())
+            proposed += machine.propose_after([*then, messages.ReportsSeen(others)], silent)
         for view in proposed:
             if differences := _compare(new.to_json(), view.to_json()):
                 return differences

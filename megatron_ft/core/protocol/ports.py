@@ -1,14 +1,15 @@
 """What the loop of a group needs to be carried out: its ranks, the control store and a clock (``core.protocol.shell``).
 
-There are three kinds of each: those of a real group (``worker.leader_ranks``, ``worker.leader_store``), of a simulated one
-(``simulation.protocol.simulated_group``), and of the transcripts (``tests/world.py``). A port of a real group blocks its
-thread; one of a simulation suspends the coroutine.
+There are four kinds of each: those of a real group (``worker.leader_ranks``, ``worker.leader_store``), of a simulated one
+(``simulation.protocol.simulated_group``), of the transcripts (``tests/world.py``), and of a run that is replayed from its
+record (``runlog.replay``). A port of a real group blocks its thread; one of a simulation suspends the coroutine. Methods
+with a body here are for groups to which that does not happen, or that have nothing to do then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, Protocol
 
 from megatron_ft.core.protocol import machine
@@ -45,9 +46,11 @@ class Ranks(Protocol):
 
     def doing(self, action: Action) -> AbstractContextManager[object]:
         """Return the context in which an action is carried out."""
+        return nullcontext()
 
     async def begin(self) -> None:
         """A step begins."""
+        return None
 
     async def compute(self) -> Sequence[machine.Computed]:
         """Compute as many microbatches of ``GroupState.todo`` as are computed at a time."""
@@ -69,21 +72,27 @@ class Ranks(Protocol):
 
     async def end_step(self, step: int) -> None:
         """The step is committed, and the machine is in the next one."""
+        return None
 
     async def abort(self) -> None:
         """The epoch is over: no operation of it counts any more, and none is waited for."""
+        return None
 
     async def close(self) -> None:
         """Close the communicator."""
+        return None
 
     async def adopt(self, view: View) -> None:
         """The group is about to follow ``view``."""
+        return None
 
     async def prepare(self, view: View) -> None:
         """No communicator of an earlier view is open: what ``view`` needs can be begun."""
+        return None
 
     async def await_others(self) -> bool:
         """All steps are committed: do what is due, and wait a while. Return True if this group has ended the run."""
+        return False
 
     async def stop(self, action: machine.Stop) -> NoReturn:
         """End the group."""
@@ -102,26 +111,32 @@ class Store(Protocol):
 
     async def verdict(self) -> Event | None:
         """Return the next verdict that has come in, None if there is none now."""
+        return None
 
     async def look(self, awaited: AwaitView) -> News | None:
         """Look once for the view, else for reports; ``Tick`` if there is nothing new. None if no look is due."""
+        return None
 
     async def log_answers(self) -> bool:
         """Return whether all groups can read which store they are to write to; else the silence of one means nothing."""
+        return True
 
     async def publish(self, report: Report) -> None: ...
 
     async def announce(self, said: machine.EpochAborted, detail: str = "") -> None:
         """Tell all groups that an epoch is over. ``detail`` is for the own log."""
+        return None
 
     async def fence(self, proposal: Propose) -> Sequence[machine.GroupFailed] | None:
         """Fence the seats of the proposal, unless the log of claims has news: then return these. None: try it again."""
+        return ()
 
     async def propose(self, view: View) -> View | None:
         """Compare-and-set: return the view that stands. None if the store is not that of the reports any more."""
 
     async def is_over(self) -> bool:
         """Return whether a group has ended the run."""
+        return False
 
 
 class Clock(Protocol):
@@ -131,3 +146,4 @@ class Clock(Protocol):
 
     async def pause(self) -> None:
         """Wait until the next look for a view, or for a verdict."""
+        return None

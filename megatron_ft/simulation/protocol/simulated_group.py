@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -210,18 +209,11 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
             await self.shell.train_step()
         await self.shell.finish(self.pace.patience)
 
-    def doing(self, action: machine.Action) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def now(self) -> float:
         return self.cluster.kernel.now + self.pace.clock
 
     async def verdict(self) -> machine.Event | None:
         return self._inbox.popleft() if self._inbox else None
-
-    async def begin(self) -> None: ...
-
-    async def prepare(self, view: View) -> None: ...
 
     def per_shard(self, step: int) -> int:
         return self.cluster.scenario.per_shard_at(step)
@@ -509,9 +501,6 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
 
     async def pause(self) -> None:
         await self.sleep(self.pace.poll)
-
-    async def is_over(self) -> bool:
-        return False  # the history ends with the last step of the last group
 
     async def await_others(self) -> bool:
         self.cluster.look_for_end()
