@@ -152,7 +152,8 @@ class LeaderStore(Store, Clock):
         return time.monotonic()
 
     async def pause(self) -> None:
-        self.wait(FAR_S / 2 if self._began is None else _SPARING * (time.monotonic() - self._began))
+        longest_s = FAR_S / 2 if self._began is None else _SPARING * (time.monotonic() - self._began)
+        self.wait(longest_s)
 
     def wait(self, longest_s: float) -> None:
         """Wait for the next verdict, at most ``longest_s`` seconds."""

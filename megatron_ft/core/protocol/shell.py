@@ -76,6 +76,7 @@ class Shell:
                         await self.feed(computed)
                     await self.look()
                 case machine.Connect(view=view):
+                    # no limit: a verdict ends it, and a port that has waited for too long
                     await self._attempt(self._ranks.connect(view))
                 case machine.Transfer(view=view):
                     await self._attempt(self._ranks.transfer(view))

@@ -204,7 +204,6 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
     # --- the training thread ------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        # no limit: time is simulated
         while not self.state.finished:
             await self.shell.train_step()
         await self.shell.finish(self.pace.patience)
