@@ -80,9 +80,9 @@ class Lock:
         former: Id of the run that held the lock before, and has ended, or "".
     """
 
-    def __init__(self, path: Path, fd: int, record: dict[str, Any], flocked: bool, beat_s: float, kind: Kind) -> None:
+    def __init__(self, path: Path, fd: int, record: dict[str, Any], flocked: bool, kind: Kind) -> None:
         self._kind, self._path, self._fd = kind, path, fd
-        self._record, self._flocked, self._beat_s = record, flocked, beat_s
+        self._record, self._flocked = record, flocked
         self._lost = self.usurped = self.former = ""
         self.removed = False
         self._stop = threading.Event()
@@ -131,7 +131,7 @@ class Lock:
 
     def _keep(self) -> None:
         # no limit: a thread of its own; whoever has started it tells it to stop
-        while not self._stop.wait(self._beat_s) and not self._lost:
+        while not self._stop.wait(BEAT_S) and not self._lost:
             try:
                 if self._still_ours():
                     # After a takeover from a frozen leader of the same run, the kernel's lock is free when that leader ends.
@@ -175,9 +175,6 @@ def take(
     *,
     others: bool = False,
     beats: bool = True,
-    beat_s: float = BEAT_S,
-    patience_s: float = PATIENCE_S,
-    dying_s: float = DYING_S,
     dead: str = "",
 ) -> Lock:
     """Lock a directory for a run. The run's leader calls this function. It waits only where the holder's state is
@@ -189,9 +186,6 @@ def take(
         kind: The kind of the directory, with its lock file and its error.
         others: Other hosts can continue the run when this one is lost, so that the end of this process tells nothing.
         beats: Begin to beat at once; otherwise the caller calls :meth:`Lock.begin` within ``BEAT_S``.
-        beat_s: Seconds between two beats.
-        patience_s: Seconds for which the beat of another host's run is observed.
-        dying_s: Seconds that a holder on this host may take to end.
         dead: Id of a run that is known to have ended, whose beat is not observed.
 
     Raises:
@@ -204,7 +198,7 @@ def take(
     try:
         before = _read(path)
         over = before is not None and before["run_id"] == dead
-        flocked = _refuse_if_alive(path, fd, run_id, kind, 0.0 if over else patience_s, dying_s)
+        flocked = _refuse_if_alive(path, fd, run_id, kind, 0.0 if over else PATIENCE_S)
         record = {
             "run_id": run_id,
             "host": socket.gethostname(),
@@ -221,7 +215,7 @@ def take(
     except BaseException:
         os.close(fd)
         raise
-    held = Lock(path, fd, record, flocked is True, beat_s, kind)
+    held = Lock(path, fd, record, flocked is True, kind)
     held.former = "" if before is None else before["run_id"]
     if beats:
         held.begin()
@@ -237,7 +231,7 @@ def check_free(directory: Path, kind: Kind = CHECKPOINTS, *, patience_s: float =
         except FileNotFoundError:
             return
         try:
-            _refuse_if_alive(path, fd, "", kind, patience_s, DYING_S)
+            _refuse_if_alive(path, fd, "", kind, patience_s)
         finally:
             os.close(fd)
 
@@ -252,17 +246,21 @@ def lives(directory: Path, kind: Kind = CHECKPOINTS) -> bool | None:
         return None
     if flocked is False or found is None:
         return True if flocked is False else None
-    here = flocked and found["boot"] == _boot() and not found.get("others")
-    return False if found["released"] or here else None
+    return False if _is_over(found, flocked) else None
 
 
-def _refuse_if_alive(path: Path, fd: int, run_id: str, kind: Kind, patience_s: float, dying_s: float) -> bool | None:
+def _is_over(found: dict[str, Any], flocked: bool | None) -> bool:
+    """Return whether a holder, which does not have the kernel's lock, has certainly ended."""
+    return found["released"] or bool(flocked and found["boot"] == _boot() and not found.get("others"))
+
+
+def _refuse_if_alive(path: Path, fd: int, run_id: str, kind: Kind, patience_s: float) -> bool | None:
     """Return ``shared_file.lock`` of the file. Raises ``kind.error`` when a live run holds the lock."""
     named = f"{kind.what} {path.parent}"
     flocked, found = shared_file.lock(fd), _read(path)
     if found is not None and found["run_id"] == run_id:
         return flocked
-    until = time.monotonic() + dying_s
+    until = time.monotonic() + DYING_S
     while flocked is False and time.monotonic() < until:
         time.sleep(_POLL_S)
         flocked, found = shared_file.lock(fd), _read(path)
@@ -273,7 +271,7 @@ def _refuse_if_alive(path: Path, fd: int, run_id: str, kind: Kind, patience_s: f
             raise kind.error(
                 f"{named} is in use by no run, but {why}; end that process, or give this job another {kind.setting}"
             )
-    elif found is None or found["released"] or (flocked and found["boot"] == _boot() and not found.get("others")):
+    elif found is None or _is_over(found, flocked):
         return flocked
     elif _beats(path, found, patience_s):
         why = "its beat goes on"

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import threading
+from unittest import mock
 
 import pytest
 
@@ -16,8 +17,14 @@ BEAT_S = 0.01
 PATIENT_S = 60.0  # a beat that goes on is seen at once; only a beat that does not come takes all of this time
 
 
-def take(directory, run_id, patience_s=0.3, **options):
-    return directory_lock.lock(directory, run_id, beat_s=BEAT_S, patience_s=patience_s, **{"dying_s": 0.0, **options})
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(directory_lock, "BEAT_S", BEAT_S)
+
+
+def take(directory, run_id, patience_s=0.3, dying_s=0.0, **options):
+    with mock.patch.multiple(directory_lock, PATIENCE_S=patience_s, DYING_S=dying_s):
+        return directory_lock.lock(directory, run_id, **options)
 
 
 def hold(directory, run_id, holding):

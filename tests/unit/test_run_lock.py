@@ -20,9 +20,8 @@ HERE = os.uname().nodename
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(directory_lock, "BEAT_S", 0.01)
-    for name, value in (("dying_s", 0.0), ("patience_s", 0.3), ("beat_s", 0.01)):
-        monkeypatch.setitem(directory_lock.take.__kwdefaults__, name, value)
+    for name, value in (("BEAT_S", 0.01), ("DYING_S", 0.0), ("PATIENCE_S", 0.3)):
+        monkeypatch.setattr(directory_lock, name, value)
 
 
 def config(**settings) -> RunConfig:

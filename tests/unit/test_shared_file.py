@@ -272,7 +272,7 @@ def test_the_pulses_of_another_user_are_not_removed(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_hold_a_lock_and_one_who_has_is_named(tmp_path):
+def test_another_user_cannot_hold_a_lock_and_one_who_has_is_named(tmp_path, monkeypatch):
     """The kernel's lock needs read access only, and a file of an earlier version may give it."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
@@ -286,10 +286,11 @@ def test_another_user_cannot_hold_a_lock_and_one_who_has_is_named(tmp_path):
             [*as_stranger, "sh", "-c", "echo; read x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as one:
             given(one.stdout).readline()
+            monkeypatch.setattr(directory_lock, "DYING_S", 0.0)
             with pytest.raises(
                 CheckpointError, match=rf"in use by no run, but .* held by pid {one.pid} of user 65534 \('flock"
             ):
-                directory_lock.lock(place, "second", beats=False, dying_s=0.0)
+                directory_lock.lock(place, "second", beats=False)
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             given(one.stdin).close()
         directory_lock.lock(place, "second", beats=False).release()
