@@ -9,7 +9,7 @@ A script or a config that would train another model is refused before any traini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from megatron_ft import checkpoint
 from megatron_ft.checkpoint import reshard
 from megatron_ft.checkpoint.memory_copies import Locate, nowhere
+from megatron_ft.collectives.state_transfer import named
 from megatron_ft.config import parallelism
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
@@ -162,8 +163,7 @@ def load(
     else:
         state = _divided_anew(found, engine, copies)
     objects = state.pop("registered", {})
-    own = dict(_tensors(engine.state(), ""))
-    saved = dict(_tensors(state, ""))
+    own, saved = dict(named(engine.state())), dict(named(state))
     for path, tensor in own.items():
         if path.startswith("buffers.") and path not in saved:
             continue  # older versions did not save buffers outside the state dict
@@ -209,14 +209,3 @@ def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Ten
             f"{path} of this model is a tensor of shape {shape}, but checkpoint {origin.path} {has}; start the script with "
             f"the model that was saved, or begin anew in another checkpoint.directory"
         )
-
-
-def _tensors(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(state, torch.Tensor):
-        yield path, state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _tensors(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            yield from _tensors(value, f"{path}[{number}]")

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 from megatron_ft.checkpoint import tensor_files
 from megatron_ft.collectives import device_copies
-from megatron_ft.collectives.state_transfer import flatten
+from megatron_ft.collectives.state_transfer import flatten, named
 from megatron_ft.core.lifecycle import checkpoint_policy
 from megatron_ft.errors import CheckpointError
 from megatron_ft.utils import durable_file, shared_file
@@ -61,14 +61,14 @@ def snapshot(state: Any, part: int, parts: int) -> Snapshot:
     """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts. When it returns, the copy is
     complete, also of tensors on a device, which come through pinned memory (``collectives.device_copies``)."""
     skeleton, found = flatten(state, devices=False)  # the loading process chooses its own
-    places = list(_places(skeleton, ""))
-    for path, tensor in zip((path for path, _ in places), found, strict=True):
+    paths = [path for path, _ in named(state)]
+    for path, tensor in zip(paths, found, strict=True):
         if tensor.dtype not in tensor_files.CODES or tensor.layout != torch.strided:
             raise CheckpointError(
                 f"state.{path} is a {tensor.layout} tensor of {tensor.dtype}; a checkpoint holds dense tensors of "
                 f"{', '.join(sorted(tensor_files.CODES.values()))}: convert it in the engine's state()"
             )
-    names = _unique([path for path, _ in places])
+    names = _unique(paths)
     own = checkpoint_policy.parts([tensor.nbytes for tensor in found], parts)[part]
     copies = device_copies.to_host([found[index] for index in own])
     return Snapshot(part, parts, skeleton, names, dict(zip((names[index] for index in own), copies, strict=True)))
@@ -223,16 +223,6 @@ def _name(step: int, attempt: str) -> str:
             f"attempt {attempt!r}: it is part of a directory's name, so it may have letters, digits and . _ - only"
         )
     return STEP.format(step, attempt)
-
-
-def _places(skeleton: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield path and description of every tensor of a skeleton, in the order of ``state_transfer.flatten``."""
-    ((kind, body),) = skeleton.items()
-    if kind == "tensor":
-        yield path or "state", body
-    elif kind != "value":
-        for key, item in body if kind == "map" else enumerate(body):
-            yield from _places(item, f"{path}.{key}" if path else str(key))
 
 
 def _unique(paths: Sequence[str]) -> tuple[str, ...]:

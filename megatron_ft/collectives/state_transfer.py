@@ -9,7 +9,7 @@ receiver's own one: numbers of devices differ between ranks. Bytes pass through 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,15 @@ def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
         )
 
     return encode(state, ""), tensors
+
+
+def named(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state in the order of :func:`flatten`, each with its path (``optimizer.state.0.exp_avg``)."""
+    if isinstance(state, torch.Tensor):
+        yield path or "state", state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from named(value, f"{path}.{key}" if path else str(key))
 
 
 def unflatten(skeleton: Any, take: Callable[[torch.dtype, list[int], str], torch.Tensor]) -> Any:

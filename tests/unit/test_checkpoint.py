@@ -12,6 +12,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -93,7 +94,10 @@ def any_tensor(draw):
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text("aä.#/\n", max_size=4))
+numpy = st.sampled_from(
+    [np.float32(0.1), np.float64(0.1), np.int64(2**60), np.bool_(True)]
+)  # np.linspace has given an lr
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text("aä.#/\n", max_size=4), numpy)
 keys = st.one_of(st.integers(-3, 3), st.sampled_from(["0", "1", "a", "a.b", "b", "__metadata__", "", "ö", "state"]))
 states = st.recursive(
     st.one_of(any_tensor(), plain),
