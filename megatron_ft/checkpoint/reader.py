@@ -79,24 +79,21 @@ def verify(found: Found, copies: Locate = nowhere) -> None:
     """
     _require_complete(found)
     for name, entry in found.manifest["files"].items():
-        if _is_copied(entry, copies):
-            continue
+        copy = copies(entry["sha256"], entry["bytes"])
+        if copy is not None:
+            with contextlib.suppress(OSError):
+                if _sha256(copy) == entry["sha256"]:
+                    continue
         path = Path(found.path) / name
-        with durable_file.explained("reading", path), shared_file.open_regular(path) as file:
-            size, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-        if (size, digest) != (entry["bytes"], entry["sha256"]):
-            raise CheckpointError(
-                f"{path} is damaged: {size} bytes with sha256 {digest}; {entry['bytes']} with {entry['sha256']} were written"
-            )
+        with durable_file.explained("reading", path):
+            digest = _sha256(path)
+        if digest != entry["sha256"]:
+            raise CheckpointError(f"{path} is damaged: its sha256 is {digest}, {entry['sha256']} was written")
 
 
-def _is_copied(entry: Mapping[str, Any], copies: Locate) -> bool:
-    path = copies(entry["sha256"], entry["bytes"])
-    if path is None:
-        return False
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
-    return False
+def _sha256(path: Path) -> str:
+    with shared_file.open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load(found: Found, position: int, copies: Locate = nowhere) -> Any:

@@ -46,7 +46,7 @@ class Model:
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     keyed: Tensors = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
+    objects: dict[str, None] = field(default_factory=dict)
     content: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ def of(found: Found) -> Model:
     _, shards, _ = meta.get("layout", [stages, 1, slices])
     width = shards * slices
     model = Model(found.step, config=meta["settings"].get("fault_tolerance.model", {}))
-    whole = _Megatron(found)
+    whole = _Megatron(found, model)
     for stage in range(stages):
         states = [load(found, stage * width + number) for number in range(width)]
         model.config = states[0].get(MODEL_CONFIG, model.config)
@@ -74,9 +74,8 @@ def of(found: Found) -> Model:
                     f"{found.path} has different values of {name} in two stages; it cannot be exported"
                 )
             model.tensors[name] = tensor
-    if whole.keyed:
-        model.tensors, model.keyed = dict(whole.named()), whole.keyed
-        model.settings, model.content, model.objects = whole.settings, whole.content, list(whole.objects)
+    if model.keyed:
+        model.tensors = dict(whole.named())
     return model
 
 
@@ -114,12 +113,8 @@ def _joined(found: Found, name: str, parts: Sequence[torch.Tensor], how: Sequenc
 class _Megatron:
     """A model of Megatron-core that is put together rank by rank."""
 
-    def __init__(self, found: Found) -> None:
-        self._path = found.path
-        self.keyed: Tensors = {}
-        self.objects: dict[str, None] = {}
-        self.settings: Mapping[str, Any] = {}
-        self.content: Mapping[str, Any] = {}
+    def __init__(self, found: Found, model: Model) -> None:
+        self._path, self._model = found.path, model
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
         self._filled: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -130,8 +125,8 @@ class _Megatron:
                 f"{self._path} was saved by an older megatron_ft, which did not say how a Megatron model is put together; "
                 f"go on with the run, and export a later checkpoint"
             )
-        self.settings, self.content = state[MEGATRON]["settings"], state[MEGATRON]["content"]
-        self.objects |= dict.fromkeys(state[MEGATRON]["objects"])
+        self._model.settings, self._model.content = state[MEGATRON]["settings"], state[MEGATRON]["content"]
+        self._model.objects |= dict.fromkeys(state[MEGATRON]["objects"])
         known = state[MEGATRON]["tensors"]
         for name, tensor in state["model"].items():
             if name not in known:
@@ -143,7 +138,7 @@ class _Megatron:
 
     def _put(self, what: Mapping[str, Any], tensor: torch.Tensor) -> None:
         key, boxes = what["key"], what["boxes"]
-        whole = self.keyed.setdefault(key, tensor.new_zeros(what["shape"]))
+        whole = self._model.keyed.setdefault(key, tensor.new_zeros(what["shape"]))
         # A copy at a later stage, such as a shared embedding, does not exist in a model that is not divided.
         self._names.setdefault((key, tuple(boxes[0][0][: what["stacked"]])), what["name"])
         rows = tensor.split([size[what["stacked"]] for _, size in boxes]) if len(boxes) > 1 else [tensor]
@@ -161,4 +156,4 @@ class _Megatron:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors with their names in a model that is not divided."""
         for (key, at), name in self._names.items():
-            yield name, self.keyed[key][at] if at else self.keyed[key]
+            yield name, self._model.keyed[key][at] if at else self._model.keyed[key]

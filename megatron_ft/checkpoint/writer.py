@@ -200,15 +200,13 @@ def _check_seen(path: Path, size: int) -> None:
     try:
         with shared_file.open_regular(path) as file:
             seen = os.fstat(file.fileno()).st_size
+        sees = "" if seen == size else f"sees {seen}"
     except OSError as error:
+        sees = f"cannot open it: {error.strerror}"
+    if sees:
         raise CheckpointError(
-            f"{path} was written, but this host cannot open it: {error.strerror}; checkpoint.directory must be on a file "
-            f"system that all hosts share"
-        ) from None
-    if seen != size:
-        raise CheckpointError(
-            f"{path} was written with {size} bytes, but this host sees {seen}; checkpoint.directory must be on a file "
-            f"system that all hosts share"
+            f"{path} was written with {size} bytes, but this host {sees}; checkpoint.directory must be on a file system "
+            f"that all hosts share"
         )
 
 

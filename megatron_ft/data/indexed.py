@@ -79,8 +79,6 @@ class IndexedTokens:
             raise DataError(
                 f"{index} cannot be read ({error.strerror}): name the files without .bin and .idx"
             ) from error
-        except _OtherTokens as error:
-            raise DataError(f"{tokens} has {size} bytes, {index.name} says {error}: copy both files again") from None
         except ValueError as error:
             raise DataError(f"{index} is damaged or no index of Megatron's: {error}") from None
         if not 1 <= seq_len < self.num_tokens:
@@ -132,7 +130,10 @@ class IndexedTokens:
         width = self._dtype.itemsize
         if (first_bytes == starts * width).all():
             if size != self.num_tokens * width or not size:
-                raise _OtherTokens(self.num_tokens * width)
+                raise DataError(
+                    f"{self.prefix}.bin has {size} bytes, {Path(self.prefix).name}.idx says {self.num_tokens * width}: copy "
+                    f"both files again"
+                )
             return None
         outside = (
             (first_bytes < 0) | (first_bytes % width != 0) | (first_bytes + lengths.astype(np.int64) * width > size)
@@ -166,10 +167,6 @@ class IndexedTokens:
             return packed(found)
         document = np.searchsorted(self._document_starts, places, side="right")
         return packed(found, document[:-1] != document[1:])
-
-
-class _OtherTokens(ValueError):
-    """The size of the tokens is not that of the index."""
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int | None, name: str) -> None:

@@ -75,10 +75,8 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
 
-@lru_cache(maxsize=8)  # a microbatch needs one data epoch, rarely two: enough for several datasets in a process
-def permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """Return the order of one data epoch. Its keys are derived once."""
-    return Permutation(n, seed, epoch)
+permutation = lru_cache(maxsize=8)(Permutation)
+"""The order of one data epoch, kept for the next microbatch: 8 are enough for several datasets in a process."""
 
 
 class BatchSchedule:

@@ -208,7 +208,9 @@ class Prefetcher:
         try:
             sample, found = self._load(dataset, microbatch), True
         except BaseException as error:  # an error of the user's code must not end this thread
-            self._complain(f"the dataset failed in the background, training calls it itself: {error!r}")
+            if not self._complained:  # a dataset that fails for one sample often fails for all
+                _log.warning(f"the dataset failed in the background, training calls it itself: {error!r}")
+            self._complained = True
         with self._changed:
             self._loading = None
             if found and microbatch in self._wanted and _same(dataset, self._dataset):
@@ -235,12 +237,6 @@ class Prefetcher:
             return True
         room = len(self._held) < self._capacity
         return bool(self._queue) and room and not self._asked and self._may_prefetch
-
-    def _complain(self, what: str) -> None:
-        """Print the first complaint only: a dataset that fails for one sample often fails for all."""
-        if not self._complained:
-            _log.warning(what)
-        self._complained = True
 
 
 def _same(one: Dataset, other: Dataset | None) -> bool:

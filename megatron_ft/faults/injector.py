@@ -238,8 +238,13 @@ class Injector:
 
     def _arm(self, case: Case) -> bool:
         case.state = "waiting"
-        if case.fault.kind in IN_PROCESS and (self._too_few(case) or self._has_to_wait(case)):
-            return False
+        if case.fault.kind in IN_PROCESS:
+            if self._too_few(case):
+                return False
+            # An order cannot be refused once it is given, and the faults before it may take groups, too.
+            left = self._left_after(case, [other for other in self.cases[: case.number - 1] if other.state not in DONE])
+            if left is not None and left < self._min_survivors:
+                return False
         targets = case.fault.targets(self._ranks_per_group)
         living = {target: process_lookup.find(self._run_dir, *target) for target in targets}
         case.armed = {target: rank for target, rank in living.items() if rank is not None}
@@ -365,11 +370,6 @@ class Injector:
             return False
         self._end(case, "refused", f"it would leave {left} groups, --min-survivors is {self._min_survivors}")
         return True
-
-    def _has_to_wait(self, case: Case) -> bool:
-        """Returns True while earlier faults may need the groups: an order cannot be refused once it is given."""
-        left = self._left_after(case, [other for other in self.cases[: case.number - 1] if other.state not in DONE])
-        return left is not None and left < self._min_survivors
 
     def _left_after(self, case: Case, others: Sequence[Case]) -> int | None:
         """Returns the number of living groups after ``others`` and this fault; None: it takes no group."""
