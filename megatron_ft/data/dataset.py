@@ -147,16 +147,23 @@ def prepare(
     try:
         request = _request(text_files, documents, vocab_size, given)
         meta = _already_prepared(directory, request, log)  # before the lock: the directory may be read-only
-        if meta is None:
-            directory.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(directory, log) as alone:
-                meta = _already_prepared(directory, request, log)  # by the process that held the lock
-                if meta is None:
-                    meta = _prepare_anew(
-                        directory, request, text_files, documents, given, workers or cores.usable(), log, alone
-                    )
+        if meta is not None:
+            return meta
+        directory.mkdir(parents=True, exist_ok=True)
+        with _stage(directory, log) as stage:
+            meta = _already_prepared(directory, request, log)  # by the process that held the lock
+            if meta is not None:
+                return meta
+            corpus = _corpus(text_files, documents, stage, log)
+            meta = _build(
+                stage, corpus, given or _train(corpus, request["vocab_size"]), request, workers or cores.usable(), log
+            )
+            _publish(stage, directory)
     except OSError as error:
         raise _cannot_prepare(directory, error) from error
+    if blank := len(corpus.documents) - meta.num_documents:
+        log(f"{blank} of {len(corpus.documents)} documents have no text and are left out")
+    log(f"prepared {_summary(directory, meta)}")
     return meta
 
 
@@ -243,11 +250,13 @@ def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[s
 
 
 @contextmanager
-def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[bool]:
-    """Make a second ``prepare`` of this directory (on another node, say) wait. It then finds the work done.
+def _stage(directory: Path, log: Callable[[str], object]) -> Iterator[Path]:
+    """Create a temporary directory, and remove it after the block. A second ``prepare`` of ``directory`` (on another node,
+    say) waits meanwhile, and then finds the work done.
 
-    The lock ends with its process. Yields whether there is one: on a network file system without locks both processes do
-    the work, each in a directory of its own.
+    The lock ends with its process. On a network file system without locks both processes do the work, each in a directory
+    of its own; where there is a lock, those of killed calls are removed. They are inside ``out``, and so on its file system
+    even where ``out`` is a mount point: renaming moves the results.
     """
     with open(shared_file.open_to_lock(directory / ".lock"), "rb") as file:
         locked = shared_file.lock(file.fileno())
@@ -255,52 +264,32 @@ def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[bo
             holders = shared_file.lock_holders(file.fileno()) or "another process"
             log(f"{directory} is being prepared by {holders}: waiting for it")
             locked = shared_file.lock(file.fileno(), wait=True)
-        yield locked is True
+        for left_over in directory.glob(f"{_STAGE_PREFIX}*") if locked else ():
+            shutil.rmtree(left_over, ignore_errors=True)
+        stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=directory))
+        try:
+            yield stage
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
 
-def _prepare_anew(
-    directory: Path,
-    request: dict[str, Any],
+def _corpus(
     text_files: Sequence[StrPath] | None,
     documents: Iterable[Mapping[str, Any]] | None,
-    given: Tokenizer | None,
-    workers: int,
+    stage: Path,
     log: Callable[[str], object],
-    alone: bool,
-) -> DatasetMeta:
-    with _stage(directory, alone) as stage:
-        if documents is not None:
-            corpus = _given_corpus(documents, stage)
-        elif text_files is None:
-            corpus = default_corpus()
-        else:
-            names, more = ", ".join(Path(file).name for file in text_files[:3]), len(text_files) - 3
-            source = names + (f" and {more} more files" if more > 0 else "")
-            corpus = Corpus(read_documents(text_files, stage / "cache", log), source)
-        tokenizer = given or _train(corpus, request["vocab_size"])
-        meta = _build(stage, corpus, tokenizer, request, workers, log)
-        _publish(stage, directory)
-    blank = len(corpus.documents) - meta.num_documents
-    if blank:
-        log(f"{blank} of {len(corpus.documents)} documents have no text and are left out")
-    log(f"prepared {_summary(directory, meta)}")
-    return meta
+) -> Corpus:
+    from datasets import Dataset
 
-
-@contextmanager
-def _stage(directory: Path, alone: bool) -> Iterator[Path]:
-    """Create a temporary directory, and remove it after the block; those of killed calls, too, if no other process works in
-    ``directory``.
-
-    It is inside ``out``, and so on its file system even where ``out`` is a mount point: renaming moves the results.
-    """
-    for left_over in directory.glob(f"{_STAGE_PREFIX}*") if alone else ():
-        shutil.rmtree(left_over, ignore_errors=True)
-    stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=directory))
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    if isinstance(documents, Dataset):
+        return Corpus(column_of_text(documents, "the dataset", stage / "dataset.arrow"), "a datasets.Dataset")
+    if documents is not None:
+        return Corpus(from_stream(documents, stage / "stream.arrow"), "a stream of documents")
+    if text_files is None:
+        return default_corpus()
+    names, more = ", ".join(Path(file).name for file in text_files[:3]), len(text_files) - 3
+    source = names + (f" and {more} more files" if more > 0 else "")
+    return Corpus(read_documents(text_files, stage / "cache", log), source)
 
 
 def _build(
@@ -334,14 +323,6 @@ def _build(
     )
     durable_file.write(stage / META, [(json.dumps(asdict(meta), indent=2) + "\n").encode()])
     return meta
-
-
-def _given_corpus(documents: Iterable[Mapping[str, Any]], stage: Path) -> Corpus:
-    from datasets import Dataset
-
-    if isinstance(documents, Dataset):
-        return Corpus(column_of_text(documents, "the dataset", stage / "dataset.arrow"), "a datasets.Dataset")
-    return Corpus(from_stream(documents, stage / "stream.arrow"), "a stream of documents")
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:

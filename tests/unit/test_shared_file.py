@@ -156,7 +156,7 @@ def _mailbox(run_dir: Path) -> None:
 
 
 def _prepare(directory: Path) -> None:
-    with dataset._one_at_a_time(directory, print):
+    with dataset._stage(directory, print):
         pass
 
 
