@@ -98,9 +98,8 @@ def settings(config: RunConfig) -> dict[str, Any]:
 def check(config: RunConfig, path: str, was: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
     """Raise ``ConfigError`` for settings that differ from those in the checkpoint's ``meta``, except the names in
     ``but``."""
-    now, before = settings(config), was["settings"]
-    if "layout" in was:  # says the same, and is compared when the state is divided
-        now, before = _without_stages(now), _without_stages(before)
+    # The stages are compared when the state is divided.
+    now, before = _without_stages(settings(config)), _without_stages(was["settings"])
     for name in sorted(now.keys() | before.keys()):
         mine, theirs = now.get(name), before.get(name)
         if mine != theirs and name not in but:
@@ -115,7 +114,7 @@ def check_division(config: RunConfig, found: Found) -> None:
     """Raise ``ConfigError`` unless a checkpoint can be loaded by groups that are divided as the config says."""
     ranks = found.manifest["ranks_per_group"]
     layout, mine = found.manifest["meta"].get("layout"), _layout(config)
-    if ranks == config.ranks_per_group and layout in (None, mine):
+    if ranks == config.ranks_per_group and layout == mine:
         return
     kinds = checkpoint.keys(found)
     stages = layout[0] if layout else 0
@@ -157,16 +156,13 @@ def load(
     """
     check(config, origin.path, origin.meta)
     found = checkpoint.inspect(Path(origin.path))
-    layout = origin.meta.get("layout")  # checkpoints of older versions have none
-    if layout is None or layout == _layout(config):
+    if origin.meta["layout"] == _layout(config):
         state = dict(checkpoint.load(found, position, copies))
     else:
         state = _divided_anew(found, engine, copies)
     objects = state.pop("registered", {})
     own, saved = dict(named(engine.state())), dict(named(state))
     for path, tensor in own.items():
-        if path.startswith("buffers.") and path not in saved:
-            continue  # older versions did not save buffers outside the state dict
         _check_fits(origin, path, tensor, saved.get(path))
     try:
         engine.load_state(state)

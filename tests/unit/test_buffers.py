@@ -12,10 +12,11 @@ from torch import nn
 
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.bucket_allreduce import Reduction
+from megatron_ft.config.schema import resolve
 from megatron_ft.engines import buffers
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
-from megatron_ft.errors import EngineError
+from megatron_ft.errors import CheckpointError, EngineError
 from megatron_ft.types import Microbatch
 
 IDS = [Microbatch(0, 0, index) for index in range(4)]
@@ -146,7 +147,7 @@ def test_a_buffer_that_does_not_outlive_the_run_is_merged_and_belongs_to_the_sta
     assert torch.equal(fresh.model.kept, one.model.kept)
 
 
-def test_a_run_can_start_from_a_checkpoint_without_the_buffers_outside_state_dicts(monkeypatch):
+def test_a_checkpoint_without_the_buffers_outside_state_dicts_is_refused(monkeypatch):
     """Checkpoints of earlier versions are like that."""
     trained, fresh = engines(Odd(torch.zeros(3), count_up, persistent=False), 2)
     train_step([(trained, IDS)])
@@ -154,9 +155,10 @@ def test_a_run_can_start_from_a_checkpoint_without_the_buffers_outside_state_dic
     monkeypatch.setattr(restore, "check", lambda *_: None)
     monkeypatch.setattr(restore.checkpoint, "inspect", lambda path: None)
     monkeypatch.setattr(restore.checkpoint, "load", lambda *_: state)
-    origin = restore.Origin("there", 1, "a run", {"result": [0, 0.5, 4, 1.0]})
-    assert restore.load(origin, None, 0, fresh).tokens == 0
-    assert torch.equal(fresh.model.layer.weight, trained.model.layer.weight) and not fresh.model.kept.any()
+    config = resolve({}, groups=2)
+    origin = restore.Origin("there", 1, "a run", {"layout": [1, 1, 1], "result": [0, 0.5, 4, 1.0]})
+    with pytest.raises(CheckpointError, match=r"buffers\.kept .* has no such tensor; .* another checkpoint\.directory"):
+        restore.load(origin, config, 0, fresh)
 
 
 def test_a_buffer_that_is_only_read_keeps_its_bits():
