@@ -33,7 +33,15 @@ from megatron_ft.coordination import store
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import file_descriptors, lifeline, net, process_name, shared_file, steady_clock
+from megatron_ft.utils import (
+    directory_lock,
+    file_descriptors,
+    lifeline,
+    net,
+    process_name,
+    shared_file,
+    steady_clock,
+)
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import ended_with, process_status
 from megatron_ft.utils.vital_thread import described
@@ -65,7 +73,7 @@ class StoreSupervisor:
         self._order: int | None = None
         self._lock = threading.Lock()
         self.pid: int | None = None
-        if not serves or threading.active_count() > 1:
+        if not serves or not _may_fork():
             self.pid = self._start()
             return
         served, reports = os.pipe()
@@ -146,7 +154,7 @@ class StoreSupervisor:
 
         ``reports``: the descriptor to which a forked one's first store reports."""
         agent = os.getpid()
-        if threading.active_count() == 1:
+        if _may_fork():
             awaited, self._order = os.pipe()
             if self.serves:
                 os.write(self._order, _BEGIN)
@@ -161,6 +169,14 @@ class StoreSupervisor:
         command = [sys.executable, "-m", "megatron_ft.agent.store_keeper", "--run-dir", str(self._run_dir)]
         actions = [(os.POSIX_SPAWN_DUP2, self._listener.fileno(), 0)]
         return os.posix_spawn(sys.executable, [*command, "--agent", str(agent)], os.environ, file_actions=actions)
+
+
+def _may_fork() -> bool:
+    """Return whether no other Python thread can hold what a forked process would need."""
+    return not {thread.name for thread in threading.enumerate()} - {
+        threading.current_thread().name,
+        directory_lock.THREAD,
+    }
 
 
 # --- in the keeper ----------------------------------------------------------------------------------------------------

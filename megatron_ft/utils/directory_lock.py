@@ -66,6 +66,8 @@ ended."""
 _RELEASE_S = 2 * BEAT_S
 """Time for which a release waits for a beat that is being written, at most."""
 _POLL_S = 0.05
+THREAD = "directory-lock"
+"""Name of the thread that beats. It holds nothing that a process forked meanwhile would need."""
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _BYTES = 1024
 """Length to which the record is padded, so that one write always replaces it."""
@@ -86,7 +88,7 @@ class Lock:
         self._lost = self.usurped = self.former = ""
         self.removed = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="directory-lock", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name=THREAD, daemon=True)
         os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:

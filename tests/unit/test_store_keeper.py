@@ -54,3 +54,23 @@ def test_a_store_that_ends_before_it_serves_is_noticed_at_once_with_its_words(ou
 
 def test_a_title_that_cannot_be_set_is_no_reason_to_have_no_store(outcomes):
     assert outcomes["title"] == "serves"
+
+
+WITH_CHECKPOINTS = """
+import pathlib, sys
+from megatron_ft.agent import store_keeper
+from megatron_ft.utils import directory_lock
+
+held = directory_lock.lock(pathlib.Path(sys.argv[1], "saved"), "run")
+keeper = store_keeper.StoreSupervisor("127.0.0.1", 0, pathlib.Path(sys.argv[1]))
+print(pathlib.Path(f"/proc/{keeper.pid}/cmdline").read_text())
+keeper.close()
+held.release()
+"""
+
+
+def test_beside_the_beat_of_the_checkpoints_lock_the_keeper_is_forked_too(tmp_path):
+    """A new interpreter would import torch before there is a store."""
+    program = [sys.executable, "-c", WITH_CHECKPOINTS, tmp_path]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("megatron-ft: keeper of the control"), done.stderr
