@@ -289,11 +289,11 @@ def _beats() -> Iterator[Target]:
         host.add({1 - number: (f"127.0.0.{2 - number}", hosts[1 - number].port)})
 
     def serves() -> bool:
-        before = hosts[1]._heard[0]
+        before = hosts[1]._others[0].beats
         deadline = time.monotonic() + WAIT_S
-        while hosts[1]._heard[0] <= before and time.monotonic() < deadline:
+        while hosts[1]._others[0].beats <= before and time.monotonic() < deadline:
             time.sleep(0.01)
-        return hosts[1]._heard[0] > before
+        return hosts[1]._others[0].beats > before
 
     def nearly(rng: random.Random) -> bytes:
         return _MESSAGE.pack(_MAGIC, rng.choice((0, 1, 2**32 - 1)), rng.randrange(2**64), 0, True, rng.randbytes(16))

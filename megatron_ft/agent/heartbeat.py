@@ -53,6 +53,26 @@ class Change:
     heard: bool
 
 
+@dataclass
+class _Other:
+    """Another host as the thread knows it.
+
+    Attributes:
+        address: where beats are sent to; on some networks beats come from another one, ``source``.
+        count: the highest counter that was received from it.
+        beats: the number of its beats that counted.
+        said: the content of the last one.
+        peer: what is concluded from them.
+    """
+
+    address: tuple[str, int]
+    source: tuple[str, int] | None = None
+    count: int = 0
+    beats: int = 0
+    said: Said | None = None
+    peer: link_detector.Peer = link_detector.Peer()
+
+
 class HeartbeatService:
     """This host's side of the beats. ``address``: the one by which the other hosts reach it; it beats from the first
     :meth:`add` on.
@@ -69,17 +89,10 @@ class HeartbeatService:
         self._key = key.of("beat")
         self.says = Said()
         """The content of this host's beats; may be replaced at any time."""
-        self._said: dict[int, Said] = {}
         self._count = 0
-        self._counts: dict[int, int] = {}
-        """The highest counter that was received from each host."""
-        self._addresses: dict[int, tuple[str, int]] = {}
-        self._sources: dict[int, tuple[str, int]] = {}
-        """Where the last beat of each host came from. On some networks that is not the address it is sent to."""
+        self._others: dict[int, _Other] = {}
         self._passed: frozenset[tuple[str, int]] | None = None
         """The sources whose datagrams the kernel passes on; None: all."""
-        self._heard: dict[int, int] = {}
-        self._peers: dict[int, link_detector.Peer] = {}
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._failed: list[BaseException] = []
@@ -91,11 +104,8 @@ class HeartbeatService:
 
     def add(self, peers: Mapping[int, tuple[str, int]]) -> None:
         """Send beats to these hosts, too, and listen to them. Known hosts, and this one, are skipped."""
-        new = {rank: address for rank, address in peers.items() if rank != self._rank and rank not in self._peers}
-        # Replaced, not changed: the thread may be using the old ones.
-        self._heard = {**self._heard, **dict.fromkeys(new, 0)}
-        self._peers = {**self._peers, **{rank: link_detector.Peer() for rank in new}}
-        self._addresses = {**self._addresses, **new}
+        new = {rank: _Other(address) for rank, address in peers.items() if rank not in (self._rank, *self._others)}
+        self._others = {**self._others, **new}  # replaced, not changed: the thread may be using the old one
         if new and not self._thread.is_alive():
             self._thread.start()
 
@@ -112,23 +122,24 @@ class HeartbeatService:
 
     def anybody_heard(self) -> bool:
         """Return whether any other host is heard now."""
-        return any(not peer.lost for peer in self._peers.values())
+        return any(not other.peer.lost for other in self._others.values())
 
     def known(self) -> set[int]:
         """Return the hosts that are, or were, listened to."""
-        return set(self._peers)
+        return set(self._others)
 
     def silent(self) -> set[int]:
         """Return the hosts that are not heard now."""
-        return {rank for rank, peer in self._peers.items() if peer.lost}
+        return {rank for rank, other in self._others.items() if other.peer.lost}
 
     def said(self) -> dict[int, Said]:
         """Return the content of the newest beats of the hosts that are heard now; hosts never heard are left out."""
-        return {rank: said for rank, said in list(self._said.items()) if not self._peers[rank].lost}
+        return {rank: one.said for rank, one in self._others.items() if one.said is not None and not one.peer.lost}
 
     def silences(self) -> list[Change]:
         """Return for how long each silent host has not been heard, as :meth:`changes` would give it now."""
-        return [Change(rank, peer.silent_s, heard=False) for rank, peer in self._peers.items() if peer.lost]
+        silent = {rank: other.peer for rank, other in self._others.items() if other.peer.lost}
+        return [Change(rank, peer.silent_s, heard=False) for rank, peer in silent.items()]
 
     def close(self) -> None:
         self._stop.set()
@@ -153,11 +164,11 @@ class HeartbeatService:
     def _send(self) -> None:
         self._count += 1
         says = self.says
-        for rank, address in self._addresses.items():
+        for rank, other in self._others.items():
             mac = self._mac(self._rank, rank, self._count, says)
             message = _MESSAGE.pack(_MAGIC, self._rank, self._count, says.newest, says.reaching, mac)
             try:
-                self._socket.sendto(message, address)
+                self._socket.sendto(message, other.address)
             except OSError:
                 continue  # no route, no buffer, refused: the receiver will miss the beat
 
@@ -177,19 +188,18 @@ class HeartbeatService:
         self, source: tuple[str, int], magic: bytes, rank: int, count: int, newest: int, reaching: bool, mac: bytes
     ) -> None:
         """Count a beat, unless it is forged, or not newer than the last one of that host."""
-        said = Said(newest, reaching)
-        newer = magic == _MAGIC and rank in self._heard and count > self._counts.get(rank, 0)
-        if newer and hmac.compare_digest(mac, self._mac(rank, self._rank, count, said)):
-            self._counts[rank] = count
-            self._said[rank] = said
-            self._heard[rank] += 1
-            self._sources[rank] = source
+        said, other = Said(newest, reaching), self._others.get(rank)
+        if magic != _MAGIC or other is None or count <= other.count:
+            return
+        if hmac.compare_digest(mac, self._mac(rank, self._rank, count, said)):
+            other.count, other.said, other.source = count, said, source
+            other.beats += 1
 
     def _filter(self) -> None:
         """Let the kernel drop other datagrams than those of the hosts, as long as all are heard: one that is not may have
         got another address."""
-        everyone = self._sources.keys() >= self._peers.keys() and not self.silent()
-        passed = frozenset(self._sources[rank] for rank in self._peers) if everyone else None
+        sources = [other.source for other in self._others.values() if other.source is not None]
+        passed = frozenset(sources) if len(sources) == len(self._others) and not self.silent() else None
         if passed != self._passed:
             self._passed = passed
             socket_tracker.accept_only(self._socket, passed)
@@ -198,9 +208,9 @@ class HeartbeatService:
         return self._key.mac(_SIGNED.pack(sender, receiver, count, said.newest, said.reaching))[:MAC_BYTES]
 
     def _judge(self, now: float) -> None:
-        for rank, before in self._peers.items():
-            after = link_detector.listen(before, self._heard[rank], now, self.least_s)
-            self._peers[rank] = after
+        for rank, other in self._others.items():
+            before = other.peer
+            after = other.peer = link_detector.listen(before, other.beats, now, self.least_s)
             if after.lost != before.lost:
                 silent_s = before.silent_s if before.lost else after.silent_s
                 self._changes.put(Change(rank, silent_s, heard=before.lost))

@@ -33,15 +33,7 @@ from megatron_ft.coordination import store
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import (
-    directory_lock,
-    file_descriptors,
-    lifeline,
-    net,
-    process_name,
-    shared_file,
-    steady_clock,
-)
+from megatron_ft.utils import directory_lock, file_descriptors, lifeline, net, process_name, shared_file, steady_clock
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import ended_with, process_status
 from megatron_ft.utils.vital_thread import described
@@ -173,10 +165,8 @@ class StoreSupervisor:
 
 def _may_fork() -> bool:
     """Return whether no other Python thread can hold what a forked process would need."""
-    return not {thread.name for thread in threading.enumerate()} - {
-        threading.current_thread().name,
-        directory_lock.THREAD,
-    }
+    harmless = {threading.current_thread().name, directory_lock.THREAD}
+    return {thread.name for thread in threading.enumerate()} <= harmless
 
 
 # --- in the keeper ----------------------------------------------------------------------------------------------------

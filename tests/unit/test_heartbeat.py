@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService, Said
+from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService, Said, _Other
 from megatron_ft.utils import file_descriptors
 from tests.stores import await_
 from tests.support import SECRET
@@ -27,13 +27,13 @@ def hosts():
 
 def heard(host: HeartbeatService, *datagrams: bytes) -> int:
     """Return how many of these count as beats of host 0."""
-    host._heard[0] = 0
+    host._others.setdefault(0, _Other(("127.0.0.1", 9))).beats = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
         for data in datagrams:
             mouth.sendto(data, host._socket.getsockname())
             assert file_descriptors.readable(host._socket, 60)
             host._receive()
-    return host._heard[0]
+    return host._others[0].beats
 
 
 def beat(host: HeartbeatService, to: int, count: int, said: Said = NOTHING) -> bytes:
@@ -45,7 +45,7 @@ def test_hosts_hear_each_other(hosts):
     addresses = {number: (f"127.0.0.{number + 1}", host.port) for number, host in enumerate(hosts)}
     for host in hosts:
         host.add(addresses)
-    await_(lambda: all(count > 2 for host in hosts for count in host._heard.values()), "all are heard")
+    await_(lambda: all(other.beats > 2 for host in hosts for other in host._others.values()), "all are heard")
     assert all(host.anybody_heard() for host in hosts)
 
 
@@ -61,8 +61,8 @@ def test_a_flood_of_a_stranger_does_not_reach_the_buffer_while_all_hosts_are_hea
         with socket.socket(hosts[0]._socket.family, socket.SOCK_DGRAM) as stranger:
             for _ in range(10_000):
                 stranger.sendto(_MAGIC + b"x" * 33, addresses[0])
-        before = dict(hosts[0]._heard)
-        await_(lambda: all(hosts[0]._heard[rank] > before[rank] + 1 for rank in before), "all are still heard")
+        before = {rank: other.beats for rank, other in hosts[0]._others.items()}
+        await_(lambda: all(hosts[0]._others[rank].beats > before[rank] + 1 for rank in before), "all are still heard")
         assert dropped(hosts[0]._socket) >= 10_000, "by the filter"
         hosts[1].close()
         await_(lambda: hosts[0]._passed is None, "a host that comes back may have another address", 60)
