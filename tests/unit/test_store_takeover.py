@@ -196,12 +196,17 @@ def test_training_without_a_store_is_reported_once_and_only_after_a_step_was_com
         committed(step)
     assert said == ["step 8 was committed since: training goes on without the control store"]
 
-    group = SimpleNamespace(group=1, _store_away=False)
-    Session._committed(group, 3)
+    group = MagicMock(group=1, _store_away=False, _leaving="")
+
+    def commits(step: int) -> None:
+        group._role.train_step.return_value.step = step
+        Session.train_step(group, None, None)
+
+    commits(3)
     Session._store_is(group, StoreGone("the control store is gone"))
     assert capsys.readouterr().out == "megatron_ft: group 1: the control store is gone; a recovery waits for one\n"
-    Session._committed(group, 4)
-    Session._committed(group, 5)
+    commits(4)
+    commits(5)
     assert capsys.readouterr().out == "megatron_ft: group 1: step 4 was committed without the control store\n"
 
 
