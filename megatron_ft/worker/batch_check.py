@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from megatron_ft.config.rank_env import RankEnvironment
@@ -141,7 +140,7 @@ class BatchCheck:
                 if group == self._group and mine and position == self._position:
                     agreement.put(key, [str(mine[0]), *known[mine[0]][: batch_digest.MOST]])
             for key in keys if waits else ():
-                found.append(await_found(partial(agreement.get, key), deadline) or ())
+                found.append(await_found(agreement, key, deadline) or ())
         name = next((f" {leaves[0]}" for leaves in found if leaves), "")
         owner, checker = pair
         where = (f"in group {owner}", f"in group {checker}")

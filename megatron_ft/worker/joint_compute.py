@@ -1,7 +1,7 @@
 """Joint computation: one rank's services to an engine whose ranks compute every microbatch together (``JointEngine``).
 
 Failures it assumes: another rank of the group vanishes in the middle of a flush. An operation that waits for it raises
-``Lost``, or torch's error for a broken connection (:func:`lost_inside`).
+``Lost``, or torch's error for a broken connection (:meth:`.RankExecutor.inside`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.engines.port import OWN, Listed, Ready
 from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
-from megatron_ft.utils.log import first_line
 
 if TYPE_CHECKING:
     from megatron_ft.worker.orders import Flush
@@ -108,17 +106,6 @@ def _pulsing(rank: RankExecutor, microbatch: Microbatch) -> Iterator[None]:
         yield
     rank.progress.advance()
     rank.progress.enter("waiting")  # for the stages before and after this one
-
-
-@contextmanager
-def lost_inside(lost_because: Callable[[], str]) -> Iterator[None]:
-    """Convert an error inside the group to ``Lost`` if another rank is gone or cut off."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not (broken_inside(error) or lost_because()):
-            raise
-        raise Lost(lost_because() or f"a collective inside the group broke: {first_line(error)}") from None
 
 
 def broken_inside(error: Exception) -> bool:

@@ -329,7 +329,13 @@ class Evaluate(Order[Sums]):
     batches: Sequence[tuple[int, int]]
 
     def run(self, rank: RankExecutor) -> Sums:
-        return rank.evaluate([range(first, end) for first, end in self.batches])
+        if (evaluation := rank.evaluation) is None:
+            raise ConfigError("rank 0 of this group evaluates; all ranks have to call session.evaluate")
+        rank.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
+        sums = rank.inside(lambda: evaluation.compute([range(first, end) for first, end in self.batches]))
+        rank.progress.advance()
+        rank.progress.enter("waiting")
+        return sums
 
 
 @dataclass(frozen=True)

@@ -39,19 +39,20 @@ from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule, microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.port import OWN, Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
-from megatron_ft.errors import ConfigError, EngineError, FTError, InvariantBroken, StartOver
+from megatron_ft.errors import EngineError, FTError, InvariantBroken, StartOver
 from megatron_ft.faults.injection_points import Corruptible, InjectionPoints
 from megatron_ft.runlog.history import History
 from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.utils import heap
+from megatron_ft.utils.log import first_line
 from megatron_ft.worker import registered_state
 from megatron_ft.worker.batch_check import BatchCheck
 from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.epoch_link import EpochLink
-from megatron_ft.worker.evaluation import Evaluation, Sums
-from megatron_ft.worker.joint_compute import FirstMicrobatch, JointWork, broken_inside, lost_inside
+from megatron_ft.worker.evaluation import Evaluation
+from megatron_ft.worker.joint_compute import FirstMicrobatch, JointWork, broken_inside
 from megatron_ft.worker.nonfinite import NonFinite
 from megatron_ft.worker.orders import Flush, Needs, Reduce, Update
 from megatron_ft.worker.progress_counters import ProgressCounters
@@ -274,7 +275,7 @@ class RankExecutor:
         if self._unchecked and self._checks_by_flushes:
             self._check_by_flushes(flush.listed)
         work = JointWork(self, self._settings.seed, flush)
-        self._inside(lambda: self._joint_engine.flush(given(self._lines), work))
+        self.inside(lambda: self._joint_engine.flush(given(self._lines), work))
 
     @property
     def _checks_by_flushes(self) -> bool:
@@ -284,7 +285,7 @@ class RankExecutor:
         """Compare the gradient of the first microbatch with the slope of its loss."""
         engine, work = self._joint_engine, FirstMicrobatch(self, self._settings.seed, listed)
         flush = partial(engine.flush, given(self._lines), work)
-        self._unchecked = not self._inside(lambda: engine.check_by_flushes(flush, self._sizes()))
+        self._unchecked = not self.inside(lambda: engine.check_by_flushes(flush, self._sizes()))
         self._clear()
 
     def want(self, microbatches: Sequence[Microbatch]) -> None:
@@ -306,14 +307,18 @@ class RankExecutor:
         with self.blame(microbatch):
             return self._prefetcher.get(microbatch)[0]
 
-    def _inside(self, operation: Callable[[], T]) -> T:
-        """Run an operation in which the engine communicates with the other ranks of the group."""
+    def inside(self, operation: Callable[[], T]) -> T:
+        """Run an operation in which the engine communicates with the other ranks of the group. Raises ``Lost`` for an error
+        of it if another rank is gone or cut off."""
         if self.inner is None:
             return operation()
         self.progress.engine()
         try:
-            with lost_inside(lambda: self.lost_because):
-                return operation()
+            return operation()
+        except RuntimeError as error:
+            if not (broken_inside(error) or self.lost_because):
+                raise
+            raise Lost(self.lost_because or f"a collective inside the group broke: {first_line(error)}") from None
         finally:
             self.progress.engine()
 
@@ -604,7 +609,7 @@ class RankExecutor:
             self._commit_by_script(self.await_commit)
         with self.timeline.span("update"):
             try:
-                result = self._inside(
+                result = self.inside(
                     lambda: self.engine.update(step, microbatches, lambda point: self.points.reach(point, step))
                 )
             except Miscount as error:  # no group may go on with such a sum
@@ -713,17 +718,6 @@ class RankExecutor:
                 inner.hand_over(partial(state_transfer.send_state, state=self._full_state(), to=position))
         else:
             self._load_state(inner.hand_over(lambda peer: state_transfer.receive_state(peer, 0)))
-
-    def evaluate(self, batches: Sequence[range]) -> Sums:
-        """Evaluate batches, given by the numbers of their samples, with the script's function."""
-        if self.evaluation is None:
-            raise ConfigError("rank 0 of this group evaluates; all ranks have to call session.evaluate")
-        evaluation = self.evaluation
-        self.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
-        sums = self._inside(lambda: evaluation.compute(batches))
-        self.progress.advance()
-        self.progress.enter("waiting")
-        return sums
 
     def fingerprint(self) -> dict[str, Any]:
         """Return ``params_norm`` and ``params_sha256``: L2 norm and sha256 of the group's parameters; ``state``: a

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
@@ -44,8 +44,6 @@ _NAMING_S = 5.0
 _POLL_S = 0.01
 _MOST_NAMED = 20
 """Number of names of differing tensors in one line of the record."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class StateGuard:
             other = next(min(groups) for groups in sets if by not in groups)
             differ, is_mine = self._slots.differing(said[by], said[other])
             if by == me and is_mine:
-                theirs = await_found(partial(agreement.get, f"{key}/{position}{subject.key}/{other}"), deadline)
+                theirs = await_found(agreement, f"{key}/{position}{subject.key}/{other}", deadline)
                 names = [] if theirs is None else differing(mine, theirs)
                 who = {"tied": found.tied} if found.tied else {"group": me, "incarnation": self._env.incarnation}
                 self._record(subject.step, names, position=position, **who)
@@ -191,7 +189,7 @@ class StateGuard:
                 agreement.put(f"{key}/{position}{subject.key}/recorded/{by}", shown)
             positions = sorted(differ) if len(said[by]) > 1 else [position]
             keys = [f"{key}/{at}{subject.key}/recorded/{by}" for at in positions]
-            texts = [await_found(partial(agreement.get, each), deadline) for each in keys]
+            texts = [await_found(agreement, each, deadline) for each in keys]
             return next(filter(None, texts), "")
         return ""
 
@@ -257,7 +255,7 @@ class StateGuard:
             agreement.announce(signals.ChecksumsRequested(step, (one, other)))
             for position in range(self._env.config.ranks_per_group):
                 keys = [_whole_key(step, position, group, starts[group]) for group in (one, other)]
-                mine, theirs = (await_found(partial(agreement.get, key), deadline) for key in keys)
+                mine, theirs = (await_found(agreement, key, deadline) for key in keys)
                 if mine is None or theirs is None:
                     break
                 if names := differing(mine, theirs):
@@ -320,9 +318,8 @@ def _whole_key(step: int, position: int, group: GroupId, incarnation: int) -> st
     return f"divergence/{step}/whole/{position}/{group}.{incarnation}"
 
 
-def await_found(look: Callable[[], T | None], deadline: float | None = None) -> T | None:
-    """Return the first result of ``look``; None when that takes too long."""
-    deadline = time.monotonic() + _NAMING_S if deadline is None else deadline
-    while (found := look()) is None and time.monotonic() < deadline:
+def await_found(agreement: CoordinationClient, key: str, deadline: float) -> Any | None:
+    """Return the value of a key as soon as there is one; None when that takes too long."""
+    while (found := agreement.get(key)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return found

@@ -178,10 +178,10 @@ class RejoinClient:
             raise Gone(f"group {group} is not there")
         return Peer(group, incarnation, said[0], said[1])
 
-    def take_state(self, interrupted: Callable[[], bool] = lambda: False) -> int:
+    def take_state(self) -> int:
         """Wait for the state; all ranks of the group put it in place, or none. Raises ``StartOver`` if the state that
         this rank then holds differs from that of its donors."""
-        answer = self._wait_then(self._await_one_state, StateReceiver.take_state, interrupted)
+        answer = self._wait_then(self._await_one_state, StateReceiver.take_state, lambda: False)
         self.received = time.monotonic()
         if answer == DONE:
             self._check_state(self.stands)
