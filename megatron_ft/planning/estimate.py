@@ -80,14 +80,20 @@ class Recommendation:
 
 def recommend(cluster: Cluster, redundancy: int | None = None) -> Recommendation:
     """Compare the policies, each at its best redundancy or at the one given."""
-    policies = [p for p in POLICIES if p != "stacked_quota_rejoin" or cluster.rejoin_s is not None]
-    if cluster.groups == 1:
-        policies = ["restart"]
-    ranked = sorted((evaluate(cluster, policy, redundancy) for policy in policies), key=lambda e: e.relative_time)
+    ranked = sorted(
+        (evaluate(cluster, policy, redundancy) for policy in possible(cluster)), key=lambda e: e.relative_time
+    )
     equal = [e for e in ranked if e.relative_time <= ranked[0].relative_time * (1 + EQUAL)]
     best = min(equal, key=lambda e: PREFERENCE.index(e.policy))
     r_star = optimal_redundancy(cluster.groups)
     return Recommendation(best, _reason(cluster, best, ranked), tuple(ranked), r_star)
+
+
+def possible(cluster: Cluster) -> list[Policy]:
+    """Return the policies that this cluster can have."""
+    if cluster.groups == 1:
+        return ["restart"]
+    return [policy for policy in POLICIES if policy != "stacked_quota_rejoin" or cluster.rejoin_s is not None]
 
 
 def evaluate(cluster: Cluster, policy: Policy, redundancy: int | None = None) -> Estimate:

@@ -23,9 +23,9 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning import inputs, plan_command
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Policy as PolicyName
-from megatron_ft.planning.estimate import evaluate
+from megatron_ft.planning.estimate import evaluate, possible
 from megatron_ft.planning.plan_tables import large, short
-from megatron_ft.simulation.training import like_run
+from megatron_ft.simulation.training import like_run, training_run
 from megatron_ft.simulation.training.policy_models import POLICIES
 from megatron_ft.simulation.training.setting import Failures, Setting
 from megatron_ft.simulation.training.training_run import PARTS, Result, simulate
@@ -125,8 +125,7 @@ def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int) -> Iterator[R
 
 def _policies(cluster: Cluster, text: str | None) -> list[str]:
     if text is None:
-        known = [policy for policy in POLICIES if policy != "stacked_quota_rejoin" or cluster.rejoin_s is not None]
-        return known if cluster.groups > 1 else ["restart"]
+        return list(possible(cluster))
     names = text.split(",")
     for name in names:
         if name not in POLICIES:
@@ -203,7 +202,7 @@ def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Resu
     finished = all(result.finished for result in results)
     time_s = mean(result.time_s for result in results)
     spread = f"\n±{pstdev(result.overhead for result in results):.3f}" if finished and len(results) > 1 else ""
-    planned = evaluate(cluster, cast(PolicyName, policy), _hosted(policy, setting)).relative_time
+    planned = training_run.planners_estimate(setting, policy).relative_time
     counts = [mean(getattr(r, name) for r in results) for name in ("failures", "wipe_outs", "planned_restarts")]
     return [
         policy.replace("_rejoin", "\n+ rejoin"),
@@ -215,10 +214,6 @@ def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Resu
         *(f"{count:.0f}" if count < 1e4 else large(count) for count in counts),
         large(cluster.gpus * (time_s - cluster.failure_free_s) / 3600) if finished else "-",
     ]
-
-
-def _hosted(policy: str, setting: Setting) -> int | None:
-    return setting.redundancy if POLICIES[policy].stacked else None
 
 
 def _overhead(results: Sequence[Result]) -> float:

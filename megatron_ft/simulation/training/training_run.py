@@ -84,7 +84,7 @@ class _Run:
     def __init__(self, setting: Setting, policy: str, seed: int, model: Policy | None) -> None:
         self.setting, self.cluster, self.name, self.seed = setting, setting.cluster, policy, seed
         if model is None:
-            estimate = _estimate(setting, policy)
+            estimate = planners_estimate(setting, policy)
             self.period_s = setting.period_s or estimate.period_s
             self.average_s = estimate.relative_time * self.cluster.step_s
         else:
@@ -299,7 +299,7 @@ class _Run:
         self.spent[what] += duration
 
 
-def _estimate(setting: Setting, policy: str) -> Estimate:
+def planners_estimate(setting: Setting, policy: str) -> Estimate:
     """Return the planner's estimate for this policy on this cluster, with its T_c* and its average step."""
     hosts = POLICIES[policy].stacked and (setting.hosted or policy in SEARCHED)
     return evaluate(setting.cluster, cast(PolicyName, policy), setting.redundancy if hosts else None)
