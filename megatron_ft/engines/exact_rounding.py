@@ -17,8 +17,7 @@ Failures it assumes: bits that flip on the wire, in a buffer or in a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
 from math import fsum, isnan, nan
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +46,11 @@ def statistics(units: int) -> int:
 
 class ExactBucket:
     """The grid of one bucket. ``units``: the places of its units in the grid of the rank: its parameters, in bucket 0
-    then the loss and the changes of buffers. ``room``: see ``rounding_loops.choose``."""
+    then the loss and the changes of buffers."""
 
-    def __init__(
-        self, bucket: Bucket, units: Sequence[int], room: Callable[[torch.device], torch.Tensor], bits: int
-    ) -> None:
+    def __init__(self, bucket: Bucket, units: Sequence[int], bits: int) -> None:
         self.bucket, self.units, self._bits = bucket, list(units), bits
-        self._loops = rounding_loops.choose(bucket, room)
+        self._loops = rounding_loops.choose(bucket)
         self._end = bucket.elements + bucket.statistics
 
     def set(self, exponents: Sequence[int], microbatches: int) -> None:
@@ -133,12 +130,11 @@ class Rounding:
         self.exponents = [grid.GUESS] * (units + 2)
         self.guessed = True
         """True until the magnitudes of a step were measured."""
-        room = cache(partial(rounding_loops.room_of, buckets))
         self.buckets: list[ExactBucket] = []
         names = list(range(units))
         for number, bucket in enumerate(buckets):
             mine = [names.pop() for _ in bucket.parameters] + ([units, units + 1] if number == 0 else [])
-            self.buckets.append(ExactBucket(bucket, mine, room, bits))
+            self.buckets.append(ExactBucket(bucket, mine, bits))
         self._loss, self._changes = len(buckets[0].parameters), len(buckets[0].parameters) + 1
         self._microbatches = 1
         self._set()

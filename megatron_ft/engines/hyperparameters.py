@@ -11,12 +11,10 @@ Failures it assumes: none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from numbers import Real
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +35,6 @@ class Hyperparameters:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._known: dict[int, _Known] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._given: Values | None = None
         self.made: Values | None = None
@@ -48,25 +45,9 @@ class Hyperparameters:
             yield from optimizer.param_groups
 
     def read(self) -> Values:
-        """Return the present values, not to be changed. A numpy number becomes a Python one in the optimizer as well: it
-        calculates with other precision, and a group that follows would have it only from its script."""
-        return [self._values(number, group) for number, group in enumerate(self._groups())]
-
-    def _values(self, number: int, group: dict[str, Any]) -> _Values:
-        known = self._known.get(number)  # nearly nothing changes in a step, and this is read several times
-        if known is None or [*group] != known.keys:
-            known, changed = _Known([*group], [], _Values()), list(group)
-        elif all(map(is_, group.values(), known.raw)):
-            return known.values
-        else:
-            changed = [key for key, raw in zip(group, known.raw, strict=True) if group[key] is not raw]
-        for key in changed:
-            if isinstance(group[key], np.generic):
-                group[key] = group[key].item()
-        values = known.values.after({key: group[key] for key in changed})
-        if all(key == "params" or _never_changes(group[key]) for key in changed):
-            self._known[number] = _Known(known.keys, [*group.values()], values)
-        return values
+        """Return the present values. A numpy number becomes a Python one in the optimizer as well: it calculates with other
+        precision, and a group that follows would have it only from its script."""
+        return [_values(group) for group in self._groups()]
 
     def write(self, values: Values | None) -> None:
         """Put values that :meth:`read` returned, maybe in another group, in place; None: leave all as they are."""
@@ -106,39 +87,17 @@ class Hyperparameters:
             self._hooks[number] = optimizer.register_step_pre_hook(self._act)
 
 
-class _Values(dict[str, Any]):
-    """Values of one parameter group, and what the checksum takes for each."""
-
-    def __init__(self, values: Mapping[str, Any] | None = None, texts: Mapping[str, str] | None = None) -> None:
-        super().__init__(values or {})
-        self.texts = dict(texts or {})
-
-    def after(self, changed: Mapping[str, Any]) -> _Values:
-        """Return these values with some others, of any type, in their place."""
-        found = _Values(self, self.texts)
-        for key, value in changed.items():
-            plain = [*map(_plain, value)] if isinstance(value, list | tuple) else _plain(value)
-            if key == "params" or plain is ... or (isinstance(plain, list) and ... in plain):
-                found.pop(key, None)
-                found.texts.pop(key, None)
-            else:
-                found[key], found.texts[key] = plain, f"{key}: {plain!r}"
-        return found
-
-    @cached_property
-    def text(self) -> str:
-        return "\n".join(text for _, text in sorted(self.texts.items()))
-
-
-class _Known(NamedTuple):
-    keys: list[str]
-    raw: list[Any]
-    values: _Values
-
-
-def _never_changes(value: Any) -> bool:
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return plain or (isinstance(value, tuple) and all(map(_never_changes, value)))
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, np.generic):
+            group[key] = value = value.item()
+        plain = [*map(_plain, value)] if isinstance(value, list | tuple) else _plain(value)
+        if plain is not ... and not (isinstance(plain, list) and ... in plain):
+            found[key] = plain
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -154,7 +113,7 @@ def checksum(values: Values | None) -> int:
     """Return a checksum of 48 bits, at least 1; 0 for None."""
     if values is None:
         return 0
-    text = "\n\n".join((one if isinstance(one, _Values) else _Values().after(one)).text for one in values)
+    text = repr([sorted(group.items()) for group in values])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) or 1
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,22 +87,14 @@ class Loops(ABC):
         return [flat[first:last] for first, last in self._bucket.spans]
 
 
-def choose(bucket: Bucket, room: Callable[[torch.device], torch.Tensor]) -> Loops:
-    """Return the loops for a bucket. ``room`` returns the fp64 memory that the buckets of a device share (:func:`room_of`);
-    only torch's operations need it."""
+def choose(bucket: Bucket) -> Loops:
+    """Return the loops for a bucket."""
     device = bucket.local.device
     if device.type == "cpu" and (compiled := _compiled()) is not None:
         return _WithNumba(bucket, compiled)
     if device.type == "cuda" and (on_device := _on_device()) is not None:
         return _WithTriton(bucket, on_device)
-    return _WithTorch(bucket, room(device))
-
-
-def room_of(buckets: Sequence[Bucket], device: torch.device) -> torch.Tensor:
-    """Return memory in which torch's operations can round the buckets of a device."""
-    largest = max(one.elements for one in buckets if one.local.device == device)
-    size = min(largest, _CPU_BLOCK) if device.type == "cpu" else largest
-    return torch.empty(size, dtype=torch.float64, device=device)
+    return _WithTorch(bucket)
 
 
 def _words(checksum: int | None) -> torch.Tensor:
@@ -299,55 +291,14 @@ def _on_device() -> _OnDevice | None:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
-    """A part of a unit in a block: ``start`` and ``stop`` in the flat gradient of the bucket's parameter ``which``."""
-
-    which: int
-    start: int
-    stop: int
-    room: torch.Tensor
-
-
-class _Block(NamedTuple):
-    """Consecutive elements of a bucket that are rounded together in a shared room, fp64."""
-
-    first: int
-    last: int
-    pieces: list[_Piece]
-    room: torch.Tensor
-
-    @property
-    def rooms(self) -> list[torch.Tensor]:
-        return [piece.room for piece in self.pieces]
-
-
 class _WithTorch(Loops):
-    def __init__(self, bucket: Bucket, room: torch.Tensor) -> None:
-        super().__init__(bucket)
-        self._blocks = _blocks(bucket, room)
-        self._rooms = [block.rooms for block in self._blocks]
-
-    def set(self, grid: Grid) -> None:
-        super().set(grid)
-        self._magics = [[grid.magics[piece.which] for piece in block.pieces] for block in self._blocks]
-
     def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
-        self._grid.count(_largest(gradients, total.device), statistics)
-        for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
-            known, values = [], []
-            for piece in block.pieces:
-                gradient = gradients[piece.which]
-                if gradient is None:
-                    piece.room.zero_()
-                    continue
-                whole = piece.room.shape == gradient.shape
-                values.append(gradient if whole else gradient.reshape(-1)[piece.start : piece.stop])
-                known.append(piece.room)
-            if known:
-                torch._foreach_copy_(known, values)
-            torch._foreach_add_(rooms, magics)
-            torch._foreach_sub_(rooms, magics)
-            total[block.first : block.last].add_(block.room)
+        none = torch.zeros((), device=total.device)
+        self._grid.count(torch.stack([none if one is None else _largest(one) for one in gradients]), statistics)
+        for gradient, part, magic in zip(gradients, self._parts(total), self._grid.magics, strict=False):
+            if gradient is not None:
+                for values, sums in zip(_blocks(gradient.detach().reshape(-1)), _blocks(part), strict=True):
+                    sums.add_(values.to(torch.float64, copy=True).add_(magic).sub_(magic))
 
     def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         elements = self._bucket.elements
@@ -360,56 +311,22 @@ class _WithTorch(Loops):
     def _sum(self, flat: torch.Tensor, check: bool) -> int | None:
         """Return the checksum; None if ``check`` and a number is not on the grid."""
         total = 0
-        for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
-            block.room.copy_(flat[block.first : block.last])
-            torch._foreach_add_(rooms, magics)
-            total += int(block.room.view(torch.int64).sum())
-            total -= sum(room.numel() * _bits_of(magic) for room, magic in zip(rooms, magics, strict=True))
-            torch._foreach_sub_(rooms, magics)
-            if check and not torch.equal(block.room, flat[block.first : block.last]):
-                return None
+        for part, magic in zip(self._parts(flat), self._grid.magics, strict=False):
+            bits = struct.unpack("<q", struct.pack("<d", magic))[0]
+            for values in _blocks(part):
+                moved = values + magic
+                total += int(moved.view(torch.int64).sum()) - values.numel() * bits
+                if check and not torch.equal(moved.sub_(magic), values):
+                    return None
         return total & MASK
 
 
-def _largest(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude in each gradient; 0 for None, nan where it has one."""
-    known = [gradient for gradient in gradients if gradient is not None]
-    if device.type == "cpu":  # the norm of a device is fast, that of a CPU takes longer than all other passes together
-        bounds = [torch.aminmax(gradient) for gradient in known]
-        found = [torch.maximum(-low, high) for low, high in bounds]
-    else:
-        found = list(torch._foreach_norm(known, float("inf")))
-    zero, each = torch.zeros((), device=device), iter(found)
-    return torch.stack([zero if gradient is None else next(each) for gradient in gradients])
+def _blocks(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return consecutive parts of a flat tensor that fit into a CPU's cache; on a device the whole."""
+    return flat.split(_CPU_BLOCK) if flat.is_cpu else (flat,)
 
 
-def _bits_of(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _blocks(bucket: Bucket, room: torch.Tensor) -> list[_Block]:
-    """Cut the gradients of a bucket into blocks that fit into the room."""
-    blocks: list[_Block] = []
-    pieces: list[_Piece] = []
-    first = filled = 0
-
-    def close() -> None:
-        nonlocal pieces, first, filled
-        if pieces:
-            blocks.append(_Block(first, first + filled, pieces, room[:filled]))
-        pieces, first, filled = [], first + filled, 0
-
-    for index, parameter in enumerate(bucket.parameters):
-        start, size = 0, parameter.numel()
-        if size > room.numel() - filled:
-            close()
-        while start < size:
-            stop = min(size, start + room.numel() - filled)
-            part = room[filled : filled + stop - start]
-            pieces.append(_Piece(index, start, stop, part.view(parameter.shape) if stop - start == size else part))
-            filled += stop - start
-            start = stop
-            if filled == room.numel():
-                close()
-    close()
-    return blocks
+def _largest(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude, nan if there is one: on a CPU several times faster than torch's norm."""
+    low, high = torch.aminmax(gradient.detach())
+    return torch.maximum(-low, high)
