@@ -2,8 +2,9 @@
 
 A copy runs on a stream of its own, after what its device had been told to compute until then, and ends with an event that
 the host asks for: the device never waits for another rank, and the host never believes that a copy is complete before the
-device says so. On the host's side a copy needs pinned memory, or it would not run beside anything; pinning takes long and
-cannot be swapped, so a few buffers of :data:`PIECE` bytes at most are used again and again.
+device says so. On the host's side a copy needs pinned memory, or it would not run beside anything. Pinning takes long and
+cannot be swapped, so pieces have at most :data:`PIECE` bytes, of which a few are in flight; torch's allocator keeps their memory
+for the next ones, and hands none out before the copies that it has recorded have ended.
 
 Tensors in the host's memory pass through unchanged, without a copy, a thread or an event. The few operations of a device are
 a :class:`Port`, so that tests without a GPU play a device whose copies complete late, in another order or never
@@ -16,7 +17,6 @@ it is longer than ``PATIENCE_S``.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,45 +35,10 @@ PATIENCE_S = 600.0
 """Seconds after which a copy that does not end is an error. It waits for what the device computes before it."""
 _AHEAD = 4
 """The number of copies in flight."""
-_KEPT = 2**28
-"""The most bytes of pinned memory that are kept for the next copies."""
-_LEAST = 2**12
-
-
-class PinnedPool:
-    """Buffers of bytes, by size (a power of two), for reuse. At most ``bound`` bytes of unused ones are kept; the one that
-    has been unused for longest is released first. Any thread calls it."""
-
-    def __init__(self, port: Port, bound: int = _KEPT) -> None:
-        self._port, self._bound = port, bound
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, size: int) -> torch.Tensor:
-        """Return a buffer of at least ``size`` bytes, which belongs to the caller."""
-        size = max(_LEAST, 1 << (size - 1).bit_length())
-        with self._lock:
-            for place in reversed(range(len(self._free))):
-                if len(self._free[place]) == size:
-                    return self._free.pop(place)
-        return self._port.pinned(size)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back that nothing touches any more. One that a copy may still touch is given up instead."""
-        with self._lock:
-            self._free.append(buffer)
-            while sum(map(len, self._free)) > self._bound:
-                self._free.pop(0)
 
 
 class Port(ABC):
-    """What copies ask of one device. Streams and events are opaque.
-
-    ``pool``: the pinned memory for its copies.
-    """
-
-    def __init__(self) -> None:
-        self.pool = PinnedPool(self)
+    """What copies ask of one device. Streams and events are opaque."""
 
     @abstractmethod
     def stream(self) -> Any:
@@ -94,14 +59,13 @@ class Port(ABC):
 
     @abstractmethod
     def pinned(self, size: int) -> torch.Tensor:
-        """Return new pinned memory of ``size`` bytes."""
+        """Return pinned memory of ``size`` bytes. None that a copy may still touch is returned again."""
 
 
 class CudaPort(Port):
     """A CUDA device. Only tests/gpu runs it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
 
     def stream(self) -> Any:
@@ -226,28 +190,24 @@ def on_host(tensors: Iterable[torch.Tensor], after: Any = None) -> Iterator[torc
     Raises ``RuntimeError``.
     """
     copiers = _Copiers()
-    waiting: deque[tuple[torch.Tensor, _Copier | None, Any, torch.Tensor | None]] = deque()
+    waiting: deque[tuple[torch.Tensor, _Copier | None, Any]] = deque()
 
-    def first() -> Iterator[torch.Tensor]:
-        piece, copier, event, buffer = waiting.popleft()
+    def first() -> torch.Tensor:
+        piece, copier, event = waiting.popleft()
         if copier is not None:
             copier.end(event)
-        yield piece
-        if copier is not None and buffer is not None:
-            copier.port.pool.give(buffer)
+        return piece
 
     for piece in pieces(tensors):
-        port = port_of(piece)
-        if port is None:
-            waiting.append((piece, None, None, None))
+        if (port := port_of(piece)) is None:
+            waiting.append((piece, None, None))
         else:
-            buffer = port.pool.take(len(piece))
-            room = buffer[: len(piece)]
-            waiting.append((room, copiers[port], copiers[port].begin(room, piece, after), buffer))
+            room = port.pinned(len(piece))
+            waiting.append((room, copiers[port], copiers[port].begin(room, piece, after)))
         if len(waiting) == _AHEAD:
-            yield from first()
+            yield first()
     while waiting:
-        yield from first()
+        yield first()
 
 
 def rooms(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -257,26 +217,19 @@ def rooms(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     Raises ``RuntimeError``.
     """
     copiers = _Copiers()
-    moving: deque[tuple[_Copier, Any, torch.Tensor]] = deque()
-
-    def end() -> None:
-        copier, event, buffer = moving.popleft()
-        copier.end(event)
-        copier.port.pool.give(buffer)
-
+    moving: deque[tuple[_Copier, Any]] = deque()
     for piece in pieces(tensors):
-        port = port_of(piece)
-        if port is None:
+        if (port := port_of(piece)) is None:
             yield piece
             continue
-        buffer = port.pool.take(len(piece))
-        room = buffer[: len(piece)]
+        room = port.pinned(len(piece))
         yield room
-        moving.append((copiers[port], copiers[port].begin(piece, room), buffer))
+        moving.append((copiers[port], copiers[port].begin(piece, room)))
         if len(moving) == _AHEAD:
-            end()
-    while moving:
-        end()
+            copier, event = moving.popleft()
+            copier.end(event)
+    for copier, event in moving:
+        copier.end(event)
 
 
 def fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Any = None) -> None:

@@ -33,13 +33,12 @@ class FakeDevice(Port):
         pace: probability that a question for an event completes a copy.
         stuck_after: number of copies that complete; the others never do. Default: no limit.
 
-    ``copied``: number of copies that have completed; ``pinned_bytes``: pinned memory that was ever made.
+    ``copied``: number of copies that have completed.
     """
 
     def __init__(self, seed: int = 0, pace: float = 1.0, stuck_after: int | None = None) -> None:
-        super().__init__()
         self.pace, self.stuck_after = pace, stuck_after
-        self.copied = self.pinned_bytes = 0
+        self.copied = 0
         self._random, self._lock = random.Random(seed), threading.Lock()
         self._streams: list[deque[tuple[torch.Tensor, torch.Tensor, Event, Event]]] = []
         self._computing: list[Event] = []
@@ -110,7 +109,6 @@ class FakeDevice(Port):
                 self._complete_one()
 
     def pinned(self, size: int) -> torch.Tensor:
-        self.pinned_bytes += size
         return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
     def install(self, monkeypatch) -> FakeDevice:
