@@ -63,7 +63,7 @@ class ExactBucket:
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a microbatch, one for each parameter; None: it has none."""
         total = self.bucket.adds_to.flat
-        self._loops.add(gradients, total, self.statistics(total))
+        self._loops.add([None if one is None else one.float() for one in gradients], total, self.statistics(total))
 
     def add_single(self, unit: int, value: torch.Tensor, total: torch.Tensor) -> None:
         """Add the value of another unit, fp64 [elements], to ``total``."""

@@ -72,6 +72,5 @@ class SingleRank(Bucketed):
     def _go_back(self, loss: torch.Tensor) -> None:
         """Run the backward pass."""
 
-    @abstractmethod
-    def _on_backward(self) -> None:
+    def _on_backward(self) -> None:  # noqa: B027, most engines have nothing to do
         """Called after the backward pass."""

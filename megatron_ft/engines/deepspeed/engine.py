@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from megatron_ft.engines import pipeline_flush
@@ -32,6 +33,7 @@ from megatron_ft.engines.buckets import Bucket, Bucketed
 from megatron_ft.engines.deepspeed.optimizers import InPlace, adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
 from megatron_ft.engines.joint import JointBucketed
+from megatron_ft.engines.pipeline_flush import Flow
 from megatron_ft.engines.port import Control, Work
 from megatron_ft.engines.single_rank import SingleRank
 from megatron_ft.engines.state_tensors import named_state
@@ -71,23 +73,10 @@ class Adapter(Bucketed, ABC):
         super().__init__(engine.module, own, **settings)
         self.engine = engine
         self._optimizer = adapter(engine.optimizer, self._buckets) if optimizer is None else optimizer
+        self.takes_gradients = self._rounding is not None or not self._optimizer.adds_to_buckets
 
     replicated = False
     """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
-
-    def begin_step(self, microbatches: int = 1) -> None:
-        super().begin_step(microbatches)
-        self._optimizer.begin_step()
-
-    def add_to(self, part: int) -> None:
-        if part != self._part:
-            self._collect_sum()
-        super().add_to(part)
-
-    def _collect_sum(self) -> None:
-        """Take what the wrapper has accumulated over several microbatches; exact reduction takes each one alone."""
-        if self._rounding is None:
-            self._optimizer.collect()
 
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         return self._optimizer.gradients(bucket)
@@ -150,11 +139,8 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
         super().__init__(engine, in_flight=True, layout=engine.layout, **settings)
-        engine.begins, engine.adds_to = self._buffers.restore, self.add_to
-        engine.passed, engine.complete = self._passed, self._send_all
         if self._per_token and engine.is_last_stage():
             self._count_in_loss_fn(engine.module)
-        self._work: Work
         self._tied = engine.module.get_tied_weights_and_groups()
         self._counted = self._unique()
 
@@ -167,21 +153,39 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
         return pipeline_flush.peers(self.engine.layout)
 
     def flush(self, control: Control, work: Work) -> None:
-        self._work = work
-        self.engine.flush(control, work)
-        self._collect_sum()
+        self.engine.run(self._passes(Flow(self.engine.layout, control, work), work))
         self._buffers.restore()
 
-    def _send_all(self) -> None:
-        """After the last backward pass of this stage."""
-        self._collect_sum()
-        self._all_complete(self._work.ready())
-
-    def _passed(self) -> None:
-        """After a forward pass: add its changes, and at the last stage its loss."""
-        self._take_changes()
-        self._count_loss(self.engine.total_loss)
-        self.engine.total_loss = None
+    def _passes(self, flow: Flow, work: Work) -> Iterator[list[schedule.PipeInstruction]]:
+        """Yield DeepSpeed's instructions for each pass that ``flow`` decides on; the next are asked for after them."""
+        engine = self.engine
+        first, last = engine.is_first_stage(), engine.is_last_stage()
+        while (turn := flow.next()) is not None:
+            buffer = turn.index % engine.in_flight
+            if turn.kind == "forward":
+                if not first:
+                    yield [schedule.RecvActivation(buffer)]
+                with work.span("forward", turn.listed):
+                    self.add_to(turn.listed.part)
+                    engine.begin(buffer, turn.listed.microbatch, work)
+                    self._buffers.restore()
+                    yield [schedule.ForwardPass(buffer)]
+                    self._take_changes()
+                    self._count_loss(engine.total_loss)
+                    engine.total_loss = None
+                if not last:
+                    yield [schedule.SendActivation(buffer)]
+            else:
+                if not last:
+                    yield [schedule.RecvGrad(buffer)]
+                with work.span("backward", turn.listed):
+                    self.add_to(turn.listed.part)
+                    yield [schedule.BackwardPass(buffer)]
+                if not first:
+                    yield [schedule.SendGrad(buffer)]
+                work.computed(turn.listed)
+                if turn.last:
+                    self._all_complete(work.ready())
 
     def _count_in_loss_fn(self, module: Any) -> None:
         """Make the last stage's loss function count its tokens and return only the sum of losses."""
@@ -219,7 +223,7 @@ class DeepSpeedData(Adapter, SingleRank):
     def __init__(self, engine: DeepSpeedEngine, loss_fn: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
         super().__init__(engine, **settings)
         self.loss_fn = loss_fn
-        watched = self._buckets if self._optimizer.in_grad else ()
+        watched = self._buckets if self._optimizer.adds_to_buckets else ()
         self._arrivals = Arrivals([bucket.parameters for bucket in watched])
 
     def _lose(self, batch: Any) -> Any:
@@ -227,6 +231,3 @@ class DeepSpeedData(Adapter, SingleRank):
 
     def _go_back(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
-
-    def _on_backward(self) -> None:
-        self._collect_sum()

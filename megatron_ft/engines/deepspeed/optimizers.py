@@ -1,8 +1,8 @@
 """Adapters for DeepSpeed's optimizer wrappers: where each wrapper expects a gradient, and where it accumulates one.
 
 DeepSpeed wraps the optimizer according to data types and ZeRO stage, and each wrapper accumulates in another place. An
-adapter moves the gradients of a backward pass into the buckets (:meth:`collect`), puts the step's mean where
-``step`` looks for it (:meth:`give`), and hands over the state that the wrapper keeps between steps.
+adapter says where the gradients of a microbatch are (:meth:`InPlace.gradients`), puts the step's mean where ``step`` looks for
+it (:meth:`InPlace.give`), and hands over the state that the wrapper keeps between steps.
 
 Failures it assumes: none.
 """
@@ -16,41 +16,33 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron_ft.engines.buckets import Bucket, Buckets
+from megatron_ft.engines.buckets import Bucket
 from megatron_ft.errors import EngineError
 
 
 class InPlace:
     """A torch optimizer of fp32 parameters: backward adds to ``.grad``, which is a view of the local bucket."""
 
-    in_grad = True
-    """True: a gradient is in ``.grad``, and complete when autograd has added it."""
+    adds_to_buckets = True
+    """Without exact reduction, True: backward adds to ``Bucket.adds_to``. False: each microbatch's gradients are taken from
+    :meth:`gradients`, and forgotten."""
 
-    def __init__(self, optimizer: Any, buckets: Buckets) -> None:
+    def __init__(self, optimizer: Any, buckets: Sequence[Bucket]) -> None:
         self.optimizer, self.buckets = optimizer, buckets
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The wrapped torch optimizer."""
-        return self.optimizer
-
-    def begin_step(self) -> None:
-        """Clear what the wrapper has accumulated."""
+        self.inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        """The torch optimizer in DeepSpeed's wrapper, or without one."""
 
     def aim(self) -> None:
         """Take the next gradients to ``Bucket.adds_to``."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.adds_to_buckets else ():
             bucket.aim()
 
-    def collect(self) -> None:
-        """Move the gradients that the wrapper has accumulated to ``Bucket.adds_to``."""
-
     def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        """Return what the wrapper has accumulated for each parameter of a bucket."""
+        """Return the gradient of each parameter of a bucket in the present microbatch."""
         return [parameter.grad for parameter in bucket.parameters]
 
     def forget(self) -> None:
-        """Clear what the wrapper has accumulated."""
+        """Clear what :meth:`gradients` returns."""
         for bucket in self.buckets:
             bucket.clear_gradients()
 
@@ -95,11 +87,12 @@ class InPlace:
 
 
 class Zero(InPlace):
-    """ZeRO-1 of fp32 parameters: every rank has the whole gradient, and updates its part of the optimizer's state."""
+    """ZeRO-1: every rank has the whole gradient, and updates its part of the optimizer's state. Of fp16 parameters backward
+    leaves fp16 gradients in ``.grad``."""
 
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, buckets: Sequence[Bucket]) -> None:
+        super().__init__(optimizer, buckets)
+        self.adds_to_buckets = optimizer.dtype == torch.float32
 
     def give(self) -> None:
         zero = self.optimizer
@@ -119,63 +112,24 @@ class Zero(InPlace):
                 param_group_idx=number,
                 return_tensor_list=True,
             )
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        self.forget()
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
 
-class ZeroHalf(Zero):
-    """ZeRO-1 of fp16 parameters: backward leaves fp16 gradients in ``.grad``."""
-
-    in_grad = False  # but not in the buckets
-
-    def aim(self) -> None:
-        """Do nothing: :meth:`collect` moves the gradients."""
-
-    def collect(self) -> None:
-        for bucket in self.buckets:
-            for view, parameter in zip(bucket.adds_to.views, bucket.parameters, strict=True):
-                if parameter.grad is not None:
-                    view.add_(parameter.grad)
-                    parameter.grad = None
-
-    def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        return [None if one is None else one.float() for one in super().gradients(bucket)]
-
-
 class Bf16(InPlace):
     """bf16 parameters with fp32 master weights: DeepSpeed accumulates in fp32 buffers of its own."""
 
-    in_grad = False
+    adds_to_buckets = False
 
-    def __init__(self, optimizer: BF16_Optimizer, buckets: Buckets) -> None:
+    def __init__(self, optimizer: BF16_Optimizer, buckets: Sequence[Bucket]) -> None:
         super().__init__(optimizer, buckets)
         self._places = {
             parameter: (number, index)
             for number, parameters in enumerate(optimizer.bf16_groups)
             for index, parameter in enumerate(parameters)
         }
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
-
-    def begin_step(self) -> None:
-        self.optimizer.clear_hp_grads()
-        self.optimizer.clear_lp_grads()
-
-    def aim(self) -> None:
-        """Do nothing: the wrapper accumulates, and :meth:`collect` moves the result."""
-
-    def collect(self) -> None:
-        for bucket in self.buckets:
-            for view, gradient in zip(bucket.adds_to.views, self.gradients(bucket), strict=True):
-                if gradient is not None:
-                    view.add_(gradient)
-        self.optimizer.clear_hp_grads()
 
     def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         zero, found = self.optimizer, list[torch.Tensor | None]()
@@ -199,12 +153,12 @@ class Bf16(InPlace):
         return list(self.optimizer.fp32_groups_flat_partition)
 
 
-def adapter(optimizer: Any, buckets: Buckets) -> InPlace:
+def adapter(optimizer: Any, buckets: Sequence[Bucket]) -> InPlace:
     """Return the adapter for the wrapper that DeepSpeed made. Raises ``EngineError`` for an unknown one."""
     if isinstance(optimizer, BF16_Optimizer):
         return Bf16(optimizer, buckets)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return Zero(optimizer, buckets) if optimizer.dtype == torch.float32 else ZeroHalf(optimizer, buckets)
+        return Zero(optimizer, buckets)
     if isinstance(optimizer, torch.optim.Optimizer):
         return InPlace(optimizer, buckets)
     raise EngineError(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from megatron_ft.engines.buckets import Bucket, Buckets
+from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.deepspeed.engine import Adapter
 from megatron_ft.engines.deepspeed.optimizers import InPlace
 from megatron_ft.engines.joint import OneByOne
@@ -42,11 +42,9 @@ class _Piece(NamedTuple):
 class Partitioned(InPlace):
     """The partitions of DeepSpeed's optimizer, of stage 2 or 3."""
 
-    in_grad = False
-
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.buckets: Buckets
+        super().__init__(optimizer, ())  # the buckets follow
+        self.adds_to_buckets = self.divides_parameters
         self.pieces: dict[nn.Parameter, _Piece] = {}
         self._adds_itself = False
         for group, master in enumerate(self.masters()):
@@ -72,10 +70,6 @@ class Partitioned(InPlace):
         )
         zero.all_grad_tensors[group] = None
         return [part.numel() for part in parts]
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer
 
     @property
     def divides_parameters(self) -> bool:
@@ -203,7 +197,6 @@ class DeepSpeedZero(Adapter, OneByOne):
             engine, list(optimizer.pieces), optimizer, layout=layout, shard_group=dist.group.WORLD, **settings
         )
         optimizer.buckets = self._buckets
-        self.takes_gradients = self._rounding is not None or not optimizer.divides_parameters
         if not self.takes_gradients:
             optimizer.take_over_partitions()
         self.loss_fn = loss_fn
