@@ -125,8 +125,8 @@ class Communicator(ABC):
     """Whether sums and broadcasts count only after :meth:`confirm`."""
 
     def __init__(self, me: int, members: Sequence[int], epoch: int, timeout_s: float) -> None:
-        self.epoch, self.members = epoch, tuple(sorted(members))
-        self._place, self._timeout_s = self.members.index(me), timeout_s
+        self.me, self.members, self.epoch, self.timeout_s = me, tuple(sorted(members)), epoch, timeout_s
+        self._place = self.members.index(me)
         self._over = Over()
         self._started: list[Work] = []
 

@@ -115,32 +115,19 @@ class Maker:
     def make(self, choice: Choice, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
         """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
         communicator has this ``name``."""
-        kind, same = choice.kind, (self.me, self.members, self.epoch, self.timeout_s)
-        host: Communicator = GlooCommunicator(rendezvous(name), *same, self.address)
-        if kind == NCCL:  # it knows itself which of its ranks share a host
-            return with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
+        rest = (self.epoch, self.timeout_s, self.address)
+        host: Communicator = GlooCommunicator(rendezvous(name), self.me, self.members, *rest)
+        if choice.kind == NCCL:  # it knows itself which of its ranks share a host
+            return with_nccl(host, self.device, name, rendezvous(f"{name}/{NCCL}"))
         if choice.hosts and len(self.members) > 1 and (self.rounded or 1 < len(choice.hosts) < len(self.members)):
 
             def part(step: str, members: Sequence[int]) -> GlooCommunicator:
-                rest = (self.epoch, self.timeout_s, self.address)
                 return GlooCommunicator(rendezvous(f"{name}/{step}"), self.me, members, *rest)
 
             return TwoLevelCommunicator(host, choice.hosts, part, rounded=self.rounded)
         return host
 
 
-def with_nccl(
-    host: Communicator,
-    device: torch.device,
-    name: str,
-    rendezvous: Any,
-    me: int,
-    members: Sequence[int],
-    epoch: int,
-    timeout_s: float,
-) -> Communicator:
+def with_nccl(host: Communicator, device: torch.device, name: str, rendezvous: Any) -> Communicator:
     """Return a communicator, not connected, that sums tensors on ``device`` by NCCL and all others by ``host``."""
-    nccl = CudaNccl(device, name)
-    return NcclCommunicator(
-        host, nccl, lambda tensor: tensor.device == device, rendezvous, me, members, epoch, timeout_s
-    )
+    return NcclCommunicator(host, CudaNccl(device, name), lambda tensor: tensor.device == device, rendezvous)

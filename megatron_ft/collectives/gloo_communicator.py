@@ -57,19 +57,13 @@ class GlooCommunicator(Communicator):
         if len(self.members) > 1:
             claim(rendezvous, self._place)
             before, size = socket_tracker.opened(), len(self.members)
-            device = dist.ProcessGroupGloo.create_device(hostname=address)
-            limit = timedelta(seconds=min(timeout_s, BUILD_TIMEOUT_S))
-            self._group, met = self._join(rendezvous, size, device, limit)
-            self._sockets = gloo_sockets.connections(met, self._place, size, before)
+            gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=min(timeout_s, BUILD_TIMEOUT_S))
+            options._devices = [gloo.create_device(hostname=address)]
+            self._group = gloo(rendezvous, self._place, size, options)
+            self._sockets = gloo_sockets.connections(rendezvous, self._place, size, before)
             self._group._set_default_timeout(timedelta(seconds=timeout_s))
-
-    def _join(self, rendezvous: Any, size: int, device: Any, limit: timedelta) -> tuple[Any, Any]:
-        """Return a process group that is connected to the others, and the store in which they have published their
-        addresses."""
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
-        options = gloo._Options()
-        options._timeout, options._devices = limit, [device]
-        return gloo(rendezvous, self._place, size, options), rendezvous
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         total = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
@@ -97,10 +91,10 @@ class GlooCommunicator(Communicator):
         return Collective(self._call(lambda group: group.broadcast([tensor], broadcast_from(root))), self._over)
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
-        return PointToPoint(self._call(lambda group: group.send([tensor], to, tag)), self._over, self._timeout_s)
+        return PointToPoint(self._call(lambda group: group.send([tensor], to, tag)), self._over, self.timeout_s)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
-        return PointToPoint(self._call(lambda group: group.recv([tensor], source, tag)), self._over, self._timeout_s)
+        return PointToPoint(self._call(lambda group: group.recv([tensor], source, tag)), self._over, self.timeout_s)
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
         try:

@@ -108,9 +108,8 @@ class IntraGroup:
         self.sum(places)
         if 0 in places or len(places.unique()) < self.size:
             return
-        host, members = self._communicator, range(self.size)
-        made = with_nccl(host, device, name, rendezvous(name), self.position, members, host.epoch, ENDLESS_S)
-        self._communicator = made
+        host = self._communicator
+        made = self._communicator = with_nccl(host, device, name, rendezvous(name))
         if host.aborted:  # in the moment between
             made.abort()
         try:

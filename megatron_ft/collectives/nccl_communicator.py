@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -77,21 +77,12 @@ class NcclCommunicator(Communicator):
         nccl: NCCL's part, not connected.
         on_device: returns whether NCCL carries a tensor.
         rendezvous: torch store, with a prefix that no other communicator uses, also not ``host``.
-        me, members, epoch, timeout_s: see :class:`~megatron_ft.collectives.base.Communicator`.
     """
 
     def __init__(
-        self,
-        host: Communicator,
-        nccl: Nccl,
-        on_device: Callable[[torch.Tensor], bool],
-        rendezvous: Any,
-        me: int,
-        members: Sequence[int],
-        epoch: int,
-        timeout_s: float,
+        self, host: Communicator, nccl: Nccl, on_device: Callable[[torch.Tensor], bool], rendezvous: Any
     ) -> None:
-        super().__init__(me, members, epoch, timeout_s)
+        super().__init__(host.me, host.members, host.epoch, host.timeout_s)
         self._host, self._nccl, self._on_device, self._rendezvous = host, nccl, on_device, rendezvous
         self._inside = threading.Lock()
         """Held by the thread that is in a call of NCCL."""
@@ -149,7 +140,7 @@ class NcclCommunicator(Communicator):
                 queued = operation()
             except RuntimeError as error:
                 raise broken(error) from None
-        return OnDevice(queued, self._over, self._nccl.error, self._timeout_s, self._gone)
+        return OnDevice(queued, self._over, self._nccl.error, self.timeout_s, self._gone)
 
     def _cut(self) -> None:
         self._host.abort()

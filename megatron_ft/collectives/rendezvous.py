@@ -47,32 +47,28 @@ class Connector:
         """Build the communicator of ``view`` at this position in the background. ``agreement``: that of the calling
         thread, if it is not the training thread."""
         with self._lock:
-            self._begin(view, agreement or self._agreement)
+            if self._build is not None and self._build.epoch == view.epoch:
+                return
+            if self._build is not None:
+                self._build.give_up()
+            env, store = self._env, self._elsewhere
+            (agreement or self._agreement).put(self._ready(view, env.group), codec.encode(self._offer))
+            timeout_s = env.config.fault_tolerance.detector.longest_collective_s
+            # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
+            name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
+            rounded = env.config.fault_tolerance.reduce_dtype == "bf16"
+            maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device, rounded)
+            offers: dict[int, Offer] = {}
 
-    def _begin(self, view: View, agreement: CoordinationClient) -> None:
-        if self._build is not None and self._build.epoch == view.epoch:
-            return
-        if self._build is not None:
-            self._build.give_up()
-        env, store = self._env, self._elsewhere
-        agreement.put(self._ready(view, env.group), codec.encode(self._offer))
-        timeout_s = env.config.fault_tolerance.detector.longest_collective_s
-        # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
-        name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
-        rounded = env.config.fault_tolerance.reduce_dtype == "bf16"
-        maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device, rounded)
+            def choice() -> Choice | None:
+                for group in view.live:
+                    if group not in offers:
+                        if (offer := store.get(self._ready(view, group))) is None:
+                            return None
+                        offers[group] = codec.decode(Offer, offer)
+                return agree(offers)
 
-        offers: dict[int, Offer] = {}
-
-        def choice() -> Choice | None:
-            for group in view.live:
-                if group not in offers:
-                    if (offer := store.get(self._ready(view, group))) is None:
-                        return None
-                    offers[group] = codec.decode(Offer, offer)
-            return agree(offers)
-
-        self._build = Build(store, name, maker, choice)
+            self._build = Build(store, name, maker, choice)
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
         """Return the communicator of ``view``, which was begun, or None if ``interrupted`` became true first. The

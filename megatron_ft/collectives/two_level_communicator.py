@@ -67,12 +67,10 @@ class TwoLevelCommunicator(Communicator):
         *,
         rounded: bool,
     ) -> None:
-        me = whole.members[whole._place]
-        super().__init__(me, whole.members, whole.epoch, whole._timeout_s)
+        super().__init__(whole.me, whole.members, whole.epoch, whole.timeout_s)
         self._whole = whole
-        self._host = next(host for host in hosts if me in host)
+        self._host = next(host for host in hosts if self.me in host)
         self._leaders = sorted(min(host) for host in hosts)
-        self._leads = me in self._leaders
         self._make, self._rounded = make, rounded
         self._parts: dict[int, GlooCommunicator] = {}
         self._pieces: list[_Piece] = []
@@ -86,7 +84,7 @@ class TwoLevelCommunicator(Communicator):
         if len(self._host) > 1:
             self._join(_UP, self._host)
             self._join(_DOWN, self._host)
-        if self._leads and len(self._leaders) > 1:
+        if self.me in self._leaders and len(self._leaders) > 1:
             self._join(_ACROSS, self._leaders)
             if self._rounded:
                 self._join(_BACK, self._leaders)

@@ -42,7 +42,7 @@ def members(
     def make(me: int) -> NcclCommunicator:
         same = me, range(size), 0, PATIENCE_S
         host = GlooCommunicator(dist.PrefixStore(name, store), *same) if gloo else Unused(*same)
-        made = NcclCommunicator(host, fabric.rank(), lambda tensor: tensor.is_floating_point(), name, *same)
+        made = NcclCommunicator(host, fabric.rank(), lambda tensor: tensor.is_floating_point(), name)
         if connect:
             made.connect()
         return made
@@ -188,8 +188,7 @@ def test_an_abort_that_hangs_makes_the_process_one_to_replace(monkeypatch):
 def test_a_connect_that_hangs_is_ended_by_a_close(monkeypatch, ignores):
     monkeypatch.setattr(nccl_communicator, "ABORT_TIMEOUT_S", 0.1)
     fabric = Fabric(Temper(connect_hangs=frozenset({0}), connect_ignores_abort=ignores))
-    outer = members(fabric, 1, connect=False)[0]
-    one = NcclCommunicator(outer._host, fabric.rank(), torch.is_tensor, "x", 0, range(2), 0, PATIENCE_S)
+    one = NcclCommunicator(Unused(0, range(2), 0, PATIENCE_S), fabric.rank(), torch.is_tensor, "x")
     failed = []
 
     def connect() -> None:
