@@ -87,11 +87,7 @@ class Work(ABC):
     def settles_within(self, timeout_s: float) -> bool:
         """After an abort: return True if the operation ends in time."""
         deadline = time.monotonic() + timeout_s
-        while not self.settled():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
+        return wait_for(self.settled, lambda: time.monotonic() > deadline, (POLL_S, POLL_S))
 
     def give_up(self) -> None:
         """Raise ``Broken`` if the operation is not to be waited for any more."""
@@ -179,8 +175,11 @@ class Communicator(ABC):
         if reason := self._stuck_because():
             _stuck.append(reason)
         deadline = time.monotonic() + GRACE_S
-        while not all(work.settled() for work in self._started) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        wait_for(
+            lambda: all(work.settled() for work in self._started),
+            lambda: time.monotonic() > deadline,
+            (POLL_S, POLL_S),
+        )
         _closed.append((self._release(), self._started))
         self._started = []
 
@@ -217,6 +216,21 @@ class Communicator(ABC):
         work = operation() if len(self.members) > 1 else Done(self._over)
         self._started = [other for other in self._started if not other.settled()] + [work]
         return work
+
+
+def wait_for(
+    condition: Callable[[], bool], interrupted: Callable[[], bool], pauses_s: tuple[float, float] = (0.001, 0.01)
+) -> bool:
+    """Poll until ``condition`` or ``interrupted`` is true. Return True in the first case, False in the second. ``pauses_s``:
+    the shortest and the longest between two looks."""
+    pause, longest = pauses_s
+    # no limit: its callers' condition, or interrupted, ends it
+    while not condition():
+        if interrupted():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 _closed: list[tuple[Any, list[Work]]] = []

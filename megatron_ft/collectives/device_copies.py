@@ -3,8 +3,8 @@
 A copy runs on a stream of its own, after what its device had been told to compute until then, and ends with an event that
 the host asks for: the device never waits for another rank, and the host never believes that a copy is complete before the
 device says so. On the host's side a copy needs pinned memory, or it would not run beside anything. Pinning takes long and
-cannot be swapped, so pieces have at most :data:`PIECE` bytes, of which a few are in flight; torch's allocator keeps their memory
-for the next ones, and hands none out before the copies that it has recorded have ended.
+cannot be swapped, so pieces have at most :data:`PIECE` bytes, of which a few are in flight; torch's allocator keeps their
+memory for the next ones, and hands none out before the copies that it has recorded have ended.
 
 Tensors in the host's memory pass through unchanged, without a copy, a thread or an event. The few operations of a device are
 a :class:`Port`, so that tests without a GPU play a device whose copies complete late, in another order or never
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.collectives.base import PAUSES_S
+from megatron_ft.collectives.base import PAUSES_S, wait_for
 from megatron_ft.collectives.framing import as_bytes
 from megatron_ft.errors import EngineError
 
@@ -159,12 +159,8 @@ class _Copier:
     def end(self, event: Any) -> None:
         """Wait for an event. Raises ``RuntimeError`` if it does not happen within ``PATIENCE_S``."""
         deadline = time.monotonic() + PATIENCE_S
-        pause, longest = PAUSES_S
-        while not self.port.event_query(event):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a copy between the device and the host has not ended within {PATIENCE_S:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        if not wait_for(lambda: self.port.event_query(event), lambda: time.monotonic() > deadline, PAUSES_S):
+            raise RuntimeError(f"a copy between the device and the host has not ended within {PATIENCE_S:g} s")
 
 
 class _Copiers(dict[Port, _Copier]):

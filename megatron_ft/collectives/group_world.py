@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives import gloo_sockets
+from megatron_ft.collectives.base import wait_for
 from megatron_ft.collectives.device_copies import own_device
 from megatron_ft.collectives.intra_group import ENDLESS_S, Lost
-from megatron_ft.collectives.rendezvous import wait_for
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import listen, serve_on

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_ft.collectives.base import Broken, Communicator
+from megatron_ft.collectives.base import Broken, Communicator, wait_for
 from megatron_ft.collectives.communicator_choice import NCCL, Maker, Offer, with_nccl
-from megatron_ft.collectives.rendezvous import Build, wait_for
+from megatron_ft.collectives.rendezvous import Build
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.types import given

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_ft.auth.handshake import Door, Hello
 from megatron_ft.auth.secret import Key
 from megatron_ft.collectives import framing
+from megatron_ft.collectives.base import wait_for
 from megatron_ft.collectives.intra_group import Lost
-from megatron_ft.collectives.rendezvous import wait_for
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.types import given

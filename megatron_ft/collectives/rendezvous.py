@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_ft import codec
-from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator
+from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator, wait_for
 from megatron_ft.collectives.communicator_choice import GLOO, Choice, Maker, Offer, agree
 from megatron_ft.collectives.gloo_communicator import broken
 from megatron_ft.config.rank_env import RankEnvironment
@@ -24,7 +24,6 @@ from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
 
-_POLL_S = (0.001, 0.01)
 _FLAT = Choice(GLOO, ())
 
 
@@ -87,19 +86,6 @@ class Connector:
 
     def _ready(self, view: View, group: int) -> str:
         return f"ready/{view.epoch}/{group}.{self._env.position}"
-
-
-def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> bool:
-    """Poll until ``condition`` or ``interrupted`` is true. Return True in the first case, False in the second."""
-    shortest, longest = _POLL_S
-    pause = shortest
-    # no limit: its callers' condition, or interrupted, ends it
-    while not condition():
-        if interrupted():
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    return True
 
 
 class Build:

@@ -13,9 +13,9 @@ by at most 2^-8 of its host's sum and 2^-8 of the total, whatever the number of 
 has rounded before. A ring in bf16 rounds after each addition. Without shared hosts steps 1 and 3 are left out.
 
 A tensor is divided into pieces, in the same way at all members, and one thread moves them all on; it lives while there are
-any. Peers match operations by their order: a piece takes a step only after the piece before it has taken that step, or a later
-one. A few pieces are under way at a time, which bounds the memory. If a step fails, or an abort has begun, no step is taken any
-more, because peers would match it with a wrong one; what runs is left alone until it has ended.
+any. Peers match operations by their order: a piece takes a step only after the piece before it has taken that step, or a
+later one. A few pieces are under way at a time, which bounds the memory. If a step fails, or an abort has begun, no step is
+taken any more, because peers would match it with a wrong one; what runs is left alone until it has ended.
 
 Broadcasts and messages go through the communicator of all members.
 

@@ -279,6 +279,8 @@ class Bucketed:
         apart: Mapping[nn.Parameter, int] = {},
     ) -> None:
         self._parameters, self._model = parameters, model
+        self._counted = set(parameters)
+        """Those that this rank counts in norms. One of the ranks that share a parameter counts it."""
         self._clipping, self._seed = gradient_clipping, seed
         self._per_token = loss_reduction == "token"
         self._first_change = _TOKENS if self._per_token else 0
@@ -480,7 +482,8 @@ class Bucketed:
         progress("update")
         result = StepResult(step, loss, microbatches, norm, tokens)
         self.repeat(result)
-        return replace(result, learning_rate=self._learning_rate())
+        made = self.hyperparameters.made
+        return replace(result, learning_rate=float(made[0].get("lr", 0.0)) if made else 0.0)
 
     def _loss_scale(self) -> float:
         """Return the factor of all gradients of the step, which the optimizer takes out (fp16)."""
@@ -514,20 +517,12 @@ class Bucketed:
             self._rounding.advance(result.microbatches)
 
     @abstractmethod
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that updates the parameters."""
-
     def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return all optimizers that update the parameters, in the same order in every group."""
-        return (self._torch_optimizer(),)
+        """Return the optimizers that update the parameters, in the same order in every group."""
 
     @cached_property
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters(self._torch_optimizers())
-
-    def _learning_rate(self) -> float:
-        made = self.hyperparameters.made
-        return float(made[0].get("lr", 0.0)) if made else 0.0
 
     @abstractmethod
     def _optimize(self) -> None:
@@ -552,17 +547,13 @@ class Bucketed:
         return [bucket.local[-TAIL:-1] for bucket in self._buckets]
 
     def fingerprint(self) -> tuple[float, str]:
-        """Return this rank's norm and sha256; the norm covers the parameters that :meth:`_counts` accepts."""
+        """Return this rank's norm and sha256; the norm covers the parameters that it counts."""
         digest, square = hashlib.sha256(), 0.0
         for parameter in self._parameters:
             values = parameter.detach().cpu().contiguous()
             digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-            square += float(values.double().square().sum()) if self._counts(parameter) else 0.0
+            square += float(values.double().square().sum()) if parameter in self._counted else 0.0
         return square**0.5, digest.hexdigest()
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Return True if this rank counts the parameter in norms. One of the ranks that share a parameter counts it."""
-        return True
 
 
 def _shown(outcome: Any) -> str:

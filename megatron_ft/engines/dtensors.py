@@ -98,8 +98,8 @@ class DTensorBucketed(JointBucketed):
             self.scheduler.step()
         self._forget_gradients()
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return (self.optimizer,)
 
     def state(self) -> Mapping[str, Any]:
         state: dict[str, Any] = {

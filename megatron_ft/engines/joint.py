@@ -56,7 +56,6 @@ class JointBucketed(Bucketed):
         self.layout = layout
         self._shard_group, self._divide = shard_group, divide
         self._divided = layout.shards
-        self._counted = set(parameters)
 
     @property
     def peers(self) -> Sequence[int]:
@@ -141,9 +140,6 @@ class JointBucketed(Bucketed):
 
     def _on_moved(self) -> None:
         """Make the model use the parameters of the buckets, which have changed."""
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._counted
 
     def _views(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
         """Return the views of ``parameters`` in the step's sums."""

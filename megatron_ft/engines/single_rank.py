@@ -72,5 +72,5 @@ class SingleRank(Bucketed):
     def _go_back(self, loss: torch.Tensor) -> None:
         """Run the backward pass."""
 
-    def _on_backward(self) -> None:  # noqa: B027, most engines have nothing to do
+    def _on_backward(self) -> None:
         """Called after the backward pass."""

@@ -9,7 +9,7 @@ refused with an ``EngineError``, which ends this group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ class TorchNativeEngine(SingleRank):
         if self._rounding is None and parameter.grad is not self._buckets[number].adds_to.views[index]:
             raise EngineError(_REPLACED)
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return (self.optimizer,)
 
     def _optimize(self) -> None:
         for bucket in self._buckets:

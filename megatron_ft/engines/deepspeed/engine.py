@@ -88,8 +88,8 @@ class Adapter(Bucketed, ABC):
         super()._aim(part)
         self._optimizer.aim()
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer.inner
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return (self._optimizer.inner,)
 
     def _loss_scale(self) -> float:
         return self._optimizer.loss_scale

@@ -1,8 +1,8 @@
 """Adapters for DeepSpeed's optimizer wrappers: where each wrapper expects a gradient, and where it accumulates one.
 
 DeepSpeed wraps the optimizer according to data types and ZeRO stage, and each wrapper accumulates in another place. An
-adapter says where the gradients of a microbatch are (:meth:`InPlace.gradients`), puts the step's mean where ``step`` looks for
-it (:meth:`InPlace.give`), and hands over the state that the wrapper keeps between steps.
+adapter says where the gradients of a microbatch are (:meth:`InPlace.gradients`), puts the step's mean where ``step`` looks
+for it (:meth:`InPlace.give`), and hands over the state that the wrapper keeps between steps.
 
 Failures it assumes: none.
 """

@@ -311,9 +311,6 @@ class MegatronEngine(Staged):
         elif self._scheduler is not None:
             self._scheduler.step(increment=self._step_samples)
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self._inner[0]
-
     def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._inner
 
