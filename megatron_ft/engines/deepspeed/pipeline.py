@@ -2,12 +2,13 @@
 
 A flush is one run of DeepSpeed's own instruction loop; ``_train_schedule`` is replaced by a schedule that is decided at
 run time (``engines.pipeline_flush``, ``DeepSpeedPipeline``). Forward and backward passes are DeepSpeed's. The exchange
-between stages is replaced: in DeepSpeed a stage sends when the schedule says that its neighbour receives, which requires that
-both know the whole schedule beforehand. Here sends are never waited for, and the two directions have separate process groups, so
-that no order of operations in two stages can block them (with NCCL, operations of one communicator run in one order).
+between stages is replaced: in DeepSpeed a stage sends when the schedule says that its neighbour receives, which requires
+that both know the whole schedule beforehand. Here sends are never waited for, and the two directions have separate process
+groups, so that no order of operations in two stages can block them (with NCCL, operations of one communicator run in one
+order).
 
-Failures it assumes: a neighbour that vanishes. Its process groups are then aborted (``collectives.user_process_groups``), and
-what waits in them raises ``RuntimeError``.
+Failures it assumes: a neighbour that vanishes. Its process groups are then aborted (``collectives.user_process_groups``),
+and what waits in them raises ``RuntimeError``.
 """
 
 from __future__ import annotations
