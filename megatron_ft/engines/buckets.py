@@ -187,11 +187,6 @@ class Buckets(Sequence[Bucket]):
             if part in bucket.parts:
                 bucket.local.add_(bucket.parts[part].flat)
 
-    @property
-    def bytes(self) -> int:
-        """The memory of all local gradients, which is also that of one standby part."""
-        return sum(bucket.local.nbytes for bucket in self._buckets)
-
     def __getitem__(self, number):
         return self._buckets[number]
 
@@ -258,6 +253,8 @@ class Bucketed:
     """
 
     in_place = False
+    replicated = False
+    """False: each rank has its own part of the model, or of the optimizer's state."""
     takes_gradients = False
     """True: gradients of a microbatch are left in ``.grad`` without exact reduction, too, and :meth:`collect` adds them.
     False: autograd, or the engine, adds them to the buckets."""
@@ -336,10 +333,6 @@ class Bucketed:
     def contribute(self, part: int) -> None:
         self._buckets.contribute(part)
 
-    @property
-    def gradient_bytes(self) -> int:
-        return self._buckets.bytes
-
     def _split_loss(self, outcome: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return the loss in a loss function's result, and the number of tokens where the loss is a sum over tokens.
 
@@ -372,12 +365,12 @@ class Bucketed:
 
     def _take_changes(self) -> None:
         """After a forward pass: add the changes that it has made to buffers to the step."""
-        add = None if self._rounding is None or self._buckets.muted else self._rounding.add_changes
-        self._buffers.take(self._buckets.riders_to[self._first_change :], add)
+        changes = torch.zeros_like(self._buckets.riders_to[self._first_change :])
+        self._buffers.take(changes)
+        self._add_changes(changes)
 
     def _add_changes(self, changes: torch.Tensor) -> None:
-        """Add the changes of buffers that several forward passes of one microbatch have made, as ``Buffers.take`` adds them
-        to zeros."""
+        """Add the changes of buffers that the forward passes of one microbatch have made, as ``Buffers.take`` adds them."""
         total, values = self._buckets.riders_to[self._first_change :], self._buffers.changes
         if self._rounding is None or self._buckets.muted:
             total.add_(changes)

@@ -18,7 +18,7 @@ Failures it assumes: bits that flip in memory. A write to a buffer that cannot b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -125,9 +125,8 @@ class Buffers:
             entry.mark()
 
     @torch.no_grad()
-    def take(self, total: torch.Tensor, add: Callable[[torch.Tensor, torch.Tensor], object] | None = None) -> None:
-        """After a forward pass: add its changes to ``total``, fp32 or fp64 [elements]. ``add``: adds changes, the first
-        argument, to the second; by default as they are.
+    def take(self, total: torch.Tensor) -> None:
+        """After a forward pass: add its changes to ``total``, fp32 or fp64 [elements].
 
         After the changes ``total`` has a number for each buffer: 1 for a change of its value, and 1 more if torch has
         counted a write, or cannot count writes to it. The sum over the step's microbatches is 1 only if a single one
@@ -155,7 +154,7 @@ class Buffers:
         written = total.new_tensor([entry.written or uncounted for entry, uncounted in pairs])
         self._owners = self._owners.to(total.device)
         changed = torch.zeros_like(written).index_add_(0, self._owners, (change != 0).to(total)).clamp_(max=1)
-        (add or (lambda one, other: other.add_(one)))(change, total[: self.changes])
+        total[: self.changes].add_(change)
         total[self.changes :].add_(changed + written)
 
     @torch.no_grad()

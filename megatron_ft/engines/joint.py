@@ -39,9 +39,6 @@ class JointBucketed(Bucketed):
         settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
     """
 
-    replicated = False
-    """False: each rank has its own part of the model."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -157,10 +157,6 @@ class Engine(Gradients, Protocol):
         """True if all ranks of a group hold the same state. If False, the engine makes their initial states agree."""
 
     @property
-    def gradient_bytes(self) -> int:
-        """The memory of the local buffers of this rank in bytes, which is also that of each standby part."""
-
-    @property
     def slots(self) -> int:
         """The number of elements that bucket 0 has between its gradients and its tail."""
 
@@ -255,9 +251,8 @@ class Engine(Gradients, Protocol):
         """Inverse of :meth:`state`."""
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor for all tensors of :meth:`state`, and the optimizer's settings as one tensor
-        (``engines.state_tensors``), without copies. All groups have the same names, shapes and dtypes in the same
-        order, and between two steps the same values."""
+        """Yield name and tensor for all tensors of :meth:`state`, without copies. All groups have the same names, shapes and
+        dtypes in the same order, and between two steps the same values."""
 
     def fingerprint(self) -> tuple[float, str]:
         """Return the L2 norm of all parameters, and the sha256 of their bytes."""

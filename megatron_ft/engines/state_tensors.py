@@ -5,27 +5,24 @@ Failures it assumes: none.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-SETTINGS = "optimizer settings"
-"""Begins the name of the tensor of an optimizer's numeric settings."""
-
 
 def named_state(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     unsaved: Mapping[str, torch.Tensor],
     masters: Iterable[torch.Tensor] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor for all of a model's and its optimizer's state that other groups receive, without copies.
 
     Of the buffers that are not persistent only ``unsaved`` are included, which are transferred by name. Other buffers
-    are not part of a state dict, and may be caches of any size.
+    are not part of a state dict, and may be caches of any size. Hyperparameters are compared by themselves
+    (``engines.hyperparameters``).
     """
     names = {}
     for name, parameter in module.named_parameters():
@@ -39,27 +36,9 @@ def named_state(
         yield f"buffer {name}", buffer
     for number, master in enumerate(masters):
         yield f"fp32 weights {number}", master
-    if optimizer is None:
-        return
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             of = names.get(parameter, f"{number}.{index}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer {key} of {of}", value
-        yield f"{SETTINGS} of parameter group {number}", _numbers(group)
-
-
-def _numbers(group: dict[str, Any]) -> torch.Tensor:
-    """Return the numeric settings of a parameter group (learning rate, weight decay, betas), sorted by name."""
-    found: list[float] = []
-    for key in sorted(set(group) - {"params"}):
-        value = group[key]
-        for number in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(number, torch.Tensor) and number.numel() == 1 or isinstance(number, int | float):
-                found.append(float(number))
-    return (
-        torch.frombuffer(bytearray(struct.pack(f"{len(found)}d", *found)), dtype=torch.uint8)
-        if found
-        else torch.empty(0)
-    )

@@ -161,9 +161,9 @@ class RankExecutor:
         self.engine = engine
         self.joint = hasattr(engine, "flush")
         settings = self._settings
-        check_standby_memory(self._config, engine.gradient_bytes)
-        devices = [engine.local(bucket).device for bucket in range(engine.num_buckets)]
-        device = next((one for one in devices if one.type == "cuda"), devices[0])
+        buckets = [engine.local(bucket) for bucket in range(engine.num_buckets)]
+        check_standby_memory(self._config, sum(bucket.nbytes for bucket in buckets))
+        device = next((one.device for one in buckets if one.is_cuda), buckets[0].device)
         offer = Offer.of(settings.communicator, device, self._env.address)
         self.link.connector.use(device, offer)
         if self.inner is not None:

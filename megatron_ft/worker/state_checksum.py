@@ -1,4 +1,4 @@
-"""Checksums of one rank's state: parameters, persistent buffers, optimizer state and the optimizer's numbers.
+"""Checksums of one rank's state: parameters, persistent buffers and optimizer state.
 
 The state is one sequence of bytes, cut into ``CHUNKS`` equal chunks. In every ``period`` steps the rank looks at all of
 them; a step looks at one chunk at most, so that the cost of a whole pass is spread over the period.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_ft.engines.port import Engine
-from megatron_ft.engines.state_tensors import SETTINGS
 from megatron_ft.engines.tensor_checksum import BITS, fold, sums
 
 CHUNKS = 8
@@ -54,10 +53,9 @@ class StateCheck:
         listed = list(self._tensors())
         return _details(sums(listed, chunk, self.chunks), _kinds(listed))
 
-    def whole(self, step: int, within: bool = False) -> int:
-        """Return the checksum of the whole state, which is that of the beginning of ``step``. ``within`` the step, without
-        the optimizer's settings: the script may have set those of its update, and they are compared by themselves."""
-        listed = [one for one in self._tensors() if not (within and one[0].startswith(SETTINGS))]
+    def whole(self, step: int) -> int:
+        """Return the checksum of the whole state, which is that of the beginning of ``step``."""
+        listed = list(self._tensors())
         found = sums(listed, 0, 1)
         self._last = step, found, _kinds(listed)  # at once: another thread reads it
         return fold(found)

@@ -99,7 +99,7 @@ class StateGuard:
         """Put the checksum of the whole state there: a group enters in ``step``."""
         self._whole = step
         checksums = list(self._checksums)
-        checksums[STATE] = self._states.whole(step, within=True)
+        checksums[STATE] = self._states.whole(step)
         self._slots.say_checksums(checksums)
 
     def found_equal(self, step: int, chunk: int | None = None) -> None:

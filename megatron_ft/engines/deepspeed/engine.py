@@ -75,9 +75,6 @@ class Adapter(Bucketed, ABC):
         self._optimizer = adapter(engine.optimizer, self._buckets) if optimizer is None else optimizer
         self.takes_gradients = self._rounding is not None or not self._optimizer.adds_to_buckets
 
-    replicated = False
-    """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
-
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         return self._optimizer.gradients(bucket)
 
