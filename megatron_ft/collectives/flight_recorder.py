@@ -42,13 +42,9 @@ def _c10d() -> Any:
 
 
 def _entries() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for handler, function in _RECORDERS:
-        if (text := _ask(handler) or _call(function)) is not None:
-            found += json.loads(text).get("entries", [])
-    for backend in _HOOKED:
-        if (text := _call(_RECORDERS[1][1], backend=backend)) is not None:
-            found += json.loads(text).get("entries", [])
+    texts = [_ask(handler) or _call(function) for handler, function in _RECORDERS]
+    texts += [_call(_RECORDERS[1][1], backend=backend) for backend in _HOOKED]
+    found = [entry for text in texts if text is not None for entry in json.loads(text).get("entries", [])]
     return sorted(found, key=lambda entry: entry["time_created_ns"])
 
 

@@ -10,7 +10,6 @@ every operation here ends with :class:`Lost`, pending ones within milliseconds a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -102,11 +101,8 @@ class IntraGroup:
 
         ``rendezvous`` returns the torch store of a name; no other communicator has this ``name``.
         """
-        places = torch.zeros(self.size, dtype=torch.int64)
-        if NCCL in offer.kinds:
-            places[self.position] = int.from_bytes(hashlib.sha256(offer.place.encode()).digest()[:7]) + 1
-        self.sum(places)
-        if 0 in places or len(places.unique()) < self.size:
+        places = self.gather(offer.place if NCCL in offer.kinds else None)
+        if None in places or len(set(places)) < self.size:
             return
         host = self._communicator
         made = self._communicator = with_nccl(host, device, name, rendezvous(name))

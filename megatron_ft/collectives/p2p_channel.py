@@ -17,13 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ft.auth.handshake import Door, Hello
-from megatron_ft.auth.secret import Key
 from megatron_ft.collectives import framing
-from megatron_ft.collectives.base import wait_for
-from megatron_ft.collectives.intra_group import Lost
+from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.types import given
 from megatron_ft.utils import file_descriptors
 
 _WORDS = 8
@@ -42,9 +38,10 @@ class P2PChannels:
 
     @classmethod
     def build(
-        cls, env: RankEnvironment, agreement: CoordinationClient, peers: Iterable[int], interrupted: Callable[[], bool]
+        cls, env: RankEnvironment, inner: IntraGroup | None, peers: Iterable[int], interrupted: Callable[[], bool]
     ) -> P2PChannels:
         """Connect to ``peers``, positions of this group that name this one as well. All ranks of the group call it.
+        ``inner``: their communicator; None: there is one rank.
 
         Raises ``Lost`` if ``interrupted`` became true first, or if a peer could not be reached.
         """
@@ -54,11 +51,12 @@ class P2PChannels:
         try:
             listener = framing.listen(env.address)
             port = listener.getsockname()[1]
-            door = Door(listener, _key(env), lambda *caller: callers.put(caller), "megatron_ft-lines")
+            key = env.key.of("line", env.seat)
+            door = Door(listener, key, lambda *caller: callers.put(caller), "megatron_ft-lines")
             try:
-                agreement.put(f"line/{env.seat}/{env.position}", [env.address, port])
+                places = [] if inner is None else inner.gather([env.address, port])
                 for peer in (peer for peer in peers if peer < env.position):
-                    ends[peer] = _call(agreement, env, peer, interrupted)
+                    ends[peer] = framing.call(*places[peer], key, {"position": env.position})
                 expected = {peer for peer in peers if peer > env.position}
                 while expected:
                     end, caller = _accept(callers, expected, interrupted)
@@ -120,23 +118,6 @@ class P2PChannels:
         message = _MESSAGE.unpack_from(received)
         del received[: _MESSAGE.size]
         return message
-
-
-def _call(
-    agreement: CoordinationClient, env: RankEnvironment, peer: int, interrupted: Callable[[], bool]
-) -> socket.socket:
-    """Connect to a rank that has published its address."""
-    name = f"line/{env.seat}/{peer}"
-    # no limit: interrupted when a rank of the group is lost; one that hangs while it starts is given up by its agent
-    # after detector.outside_timeout_s
-    if not wait_for(lambda: agreement.get(name) is not None, interrupted):
-        raise Lost(f"rank {peer} of this group was gone before it could be reached")
-    address, port = given(agreement.get(name))
-    return framing.call(address, port, _key(env), {"position": env.position})
-
-
-def _key(env: RankEnvironment) -> Key:
-    return env.key.of("line", env.seat)
 
 
 def _accept(

@@ -119,18 +119,15 @@ class Build:
                 return
             self._build_by = time.monotonic() + BUILD_TIMEOUT_S
             made = self._maker.make(given(self._choice()), self._name, self._agreement.rendezvous)
-            self._keep(made)
+            with self._lock:
+                self._made = made
+            if self._given_up:
+                self.give_up()
             # no limit: its thread is left behind after BUILD_TIMEOUT_S, and an abort ends it
             made.connect()
             self._connected = True
         except (RuntimeError, OSError, StoreError, ConfigError) as error:
             self._error = error.with_traceback(None)
-
-    def _keep(self, made: Communicator) -> None:
-        with self._lock:
-            self._made = made
-        if self._given_up:
-            self.give_up()
 
     def give_up(self) -> None:
         """Give up the communicator: its resources are freed now, or when the build ends."""

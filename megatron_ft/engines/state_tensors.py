@@ -6,7 +6,6 @@ Failures it assumes: none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn

@@ -182,10 +182,9 @@ class RankExecutor:
                     'has complete ones only after a flush: use "skip" or "stop"'
                 )
             peers = self._joint_engine.peers
-            lines = P2PChannels.build(self._env, self.agreement, peers, lambda: bool(self.lost_because))
-            self._lines = lines
+            self._lines = P2PChannels.build(self._env, self.inner, peers, lambda: bool(self.lost_because))
             if self.lost_because:
-                lines.abort()
+                self._lines.abort()
         if self.inner is not None:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         if settings.rejoin.enabled:
