@@ -214,7 +214,8 @@ class _Piece:
         return True
 
     def touches_nothing(self) -> bool:
-        return self._work is None or self._work.settled()
+        work = self._work  # the thread may take it away meanwhile
+        return work is None or work.settled()
 
 
 class _Sum(Work):
