@@ -56,7 +56,8 @@ class P2PChannels:
             try:
                 places = [] if inner is None else inner.gather([env.address, port])
                 for peer in (peer for peer in peers if peer < env.position):
-                    ends[peer] = framing.call(*places[peer], key, {"position": env.position})
+                    address, there = places[peer]
+                    ends[peer] = framing.call(address, there, key, {"position": env.position})
                 expected = {peer for peer in peers if peer > env.position}
                 while expected:
                     end, caller = _accept(callers, expected, interrupted)
