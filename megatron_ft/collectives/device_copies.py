@@ -237,8 +237,8 @@ def fill(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after
         room.copy_(piece)
 
 
-def to_host(tensors: Sequence[torch.Tensor], after: Any = None) -> list[torch.Tensor]:
-    """Return contiguous copies in the host's memory, which is not pinned. Arguments as for :func:`fill`."""
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous copies in the host's memory, which is not pinned."""
     copies = [
         tensor.clone(memory_format=torch.contiguous_format)
         if port_of(tensor) is None
@@ -246,5 +246,5 @@ def to_host(tensors: Sequence[torch.Tensor], after: Any = None) -> list[torch.Te
         for tensor in tensors
     ]
     moved = [which for which, tensor in enumerate(tensors) if port_of(tensor) is not None]
-    fill([copies[which] for which in moved], [tensors[which] for which in moved], after)
+    fill([copies[which] for which in moved], [tensors[which] for which in moved])
     return copies

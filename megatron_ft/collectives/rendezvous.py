@@ -69,9 +69,8 @@ class Connector:
 
             self._build = Build(store, name, maker, choice)
 
-    def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
-        """Return the communicator of ``view``, which was begun, or None if ``interrupted`` became true first. The
-        caller may ask again.
+    def connect(self, interrupted: Callable[[], bool]) -> Communicator | None:
+        """Return the communicator that was begun, or None if ``interrupted`` became true first. The caller may ask again.
 
         Raises ``Broken`` when it cannot be built.
         """

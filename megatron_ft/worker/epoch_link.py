@@ -86,7 +86,7 @@ class EpochLink:
     def enter(self, view: View, interrupted: Callable[[], bool]) -> bool:
         """Take the communicator of ``view``, once it is built; False when ``interrupted`` became true first. Raises
         ``Broken``."""
-        outer = self.connector.connect(view, interrupted)
+        outer = self.connector.connect(interrupted)
         if outer is None:
             return False
         with self._lock:
