@@ -46,7 +46,7 @@ class Changes:
     def _come_back(self) -> None:
         self._start += 1
         self.store.set(f"start/1.{self._start}/0", 0)
-        self.store.set(f"world/1.{self._start}", ["node7", 1])
+        self.store.set(f"inner/1.{self._start}/0", ["node7", 1])
         watcher.announce(self.store, signals.JoinRequested(1, self._start, ((0, 0),), self.view.step))
         self._stand(View(self.view.epoch + 1, (0, 1), "asks", step=self.view.step + 1, joined=(1,)))
 

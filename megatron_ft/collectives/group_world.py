@@ -1,9 +1,8 @@
 """torch.distributed inside one group: to the engine, the group is the world.
 
 The store through which its process groups meet runs in position 0, on a port that the system chooses: no two jobs and
-no two groups can meet by accident, nothing has to be configured, and it ends with the group. Its address is published
-on the control store. It listens on this host's address in the hosts' network only; gloo listens on the first address of
-that interface.
+no two groups can meet by accident, nothing has to be configured, and it ends with the group. It listens on this host's
+address in the hosts' network only; gloo listens on the first address of that interface.
 
 Failures it assumes: any rank of the group may vanish while the world is made or later. Process groups of gloo can then be
 cut (``utils.socket_tracker``), so that no rank stays in a collective for gloo's half hour, and NCCL's are aborted
@@ -16,22 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives import gloo_sockets
-from megatron_ft.collectives.base import wait_for
 from megatron_ft.collectives.device_copies import own_device
-from megatron_ft.collectives.intra_group import ENDLESS_S, Lost
+from megatron_ft.collectives.intra_group import ENDLESS_S, IntraGroup
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import listen, serve_on
 from megatron_ft.errors import EngineError
-from megatron_ft.types import given
 from megatron_ft.utils import net, socket_tracker
 
 _START_TIMEOUT = timedelta(minutes=10)
@@ -46,10 +43,9 @@ class World:
         self._cut = False
 
     @classmethod
-    def join(
-        cls, env: RankEnvironment, agreement: CoordinationClient, backend: str | None, interrupted: Callable[[], bool]
-    ) -> World:
-        """Meet the other ranks of the group. Raises ``Lost`` if ``interrupted`` became true first.
+    def join(cls, env: RankEnvironment, inner: IntraGroup | None, backend: str | None) -> World:
+        """Meet the other ranks of the group, which ``inner`` joins; None: there is one rank. Raises ``Lost`` when one of
+        them is gone.
 
         Raises ``EngineError`` if ``torch.distributed`` is already initialised.
         """
@@ -64,7 +60,7 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks
             torch.cuda.set_device(own_device())
-        store = world._meet(env, agreement, interrupted)
+        store = world._meet(env, inner)
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         longest_s = env.config.fault_tolerance.detector.longest_collective_s if "nccl" in backend else ENDLESS_S
         with world.made_here():
@@ -77,22 +73,17 @@ class World:
             )
         return world
 
-    def _meet(
-        self, env: RankEnvironment, agreement: CoordinationClient, interrupted: Callable[[], bool]
-    ) -> dist.TCPStore:
+    def _meet(self, env: RankEnvironment, inner: IntraGroup | None) -> dist.TCPStore:
         """Return the group's store, through which its process groups are built."""
-        name = f"world/{env.seat}"
+        place: list[Any] = []
         if env.position == 0:
             with listen(env.address, 0) as listener:
                 store = serve_on(listener, _START_TIMEOUT)
-            agreement.put(name, [env.address, store.port])
-        else:
-            # no limit: interrupted when a rank of the group is lost; one that hangs while it starts is given up by
-            # its agent after detector.outside_timeout_s
-            if not wait_for(lambda: agreement.get(name) is not None, interrupted):
-                raise Lost("a rank of the group was gone before all of them had started")
-            address, port = given(agreement.get(name))
-            store = dist.TCPStore(address, port, is_master=False, timeout=_START_TIMEOUT)
+            place = [env.address, store.port]
+        if inner is not None:
+            address, port = inner.gather(place)[0]
+            if env.position > 0:
+                store = dist.TCPStore(address, port, is_master=False, timeout=_START_TIMEOUT)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)  # some libraries look there
         self._sockets.update(socket_tracker.connected_to((store.host, store.port)))
         return store

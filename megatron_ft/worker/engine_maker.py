@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megatron_ft.collectives.group_world import World
+from megatron_ft.collectives.intra_group import IntraGroup
 from megatron_ft.config import parallelism
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import AUTO
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.engines import loss_scaling
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine
@@ -37,20 +37,19 @@ class EngineMaker:
     """The methods are those of ``worker.session.Session`` with the same names, which describes their arguments.
 
     Args:
-        env, agreement: of this rank.
-        lost: returns whether another rank of the group is gone.
+        env: of this rank.
+        inner: returns what joins the ranks of the group; None: there is one rank.
         until_lost: context in which an error ends this rank as a lost rank of the group does.
     """
 
     def __init__(
         self,
         env: RankEnvironment,
-        agreement: CoordinationClient,
-        lost: Callable[[], bool],
+        inner: Callable[[], IntraGroup | None],
         until_lost: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._env, self._config, self._agreement = env, env.config, agreement
-        self._lost, self._until_lost = lost, until_lost
+        self._env, self._config = env, env.config
+        self._inner, self._until_lost = inner, until_lost
         self._world: World | None = None
         self._mesh: DeviceMesh | None = None
         sizes = {"stages": env.config.stages, "slices": env.config.slices, "shards": env.config.inner_shards}
@@ -76,7 +75,7 @@ class EngineMaker:
     def join_world(self, backend: str | None) -> None:
         if self._world is None:
             with self._until_lost():
-                self._world = World.join(self._env, self._agreement, backend, self._lost)
+                self._world = World.join(self._env, self._inner(), backend)
 
     def init_distributed(self, backend: str | None) -> None:
         self.join_world(backend)

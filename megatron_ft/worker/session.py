@@ -165,8 +165,7 @@ class Session:
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
-        lost = lambda: bool(self._rank.lost_because)  # noqa: E731
-        self._maker = EngineMaker(env, agreement, lost, self._until_lost)
+        self._maker = EngineMaker(env, lambda: self._rank.inner, self._until_lost)
         self._copies = peer_copies.of(env)
         self._liveness = LivenessTracker(env.config.groups)
         self._process_groups = UserProcessGroups(env, self._store.clone(), self._rank.progress.training)
@@ -188,7 +187,7 @@ class Session:
         if self._rank.size > 1:
             self._process_groups.start()
             with self._until_lost():
-                self._rank.join(IntraGroup.build(env, agreement, lost))
+                self._rank.join(IntraGroup.build(env, agreement, lambda: bool(self._rank.lost_because)))
 
     # --- public methods -----------------------------------------------------------------------------------------------
 

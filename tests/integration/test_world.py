@@ -56,6 +56,7 @@ def rank(me: int, port: int, users: int) -> None:
     import torch.distributed as dist
 
     from megatron_ft.collectives.group_world import World
+    from megatron_ft.collectives.intra_group import IntraGroup
     from megatron_ft.config.rank_env import RankEnvironment
     from megatron_ft.config.schema import RunConfig
     from megatron_ft.coordination.client import CoordinationClient
@@ -63,7 +64,8 @@ def rank(me: int, port: int, users: int) -> None:
     control = store.ControlStore(("127.0.0.1", port), RUN, TIMEOUT_S)
     config = RunConfig(groups=1, ranks_per_group=RANKS)
     env = RankEnvironment(RUN, 0, me, f"127.0.0.1:{port}", "127.0.0.1", Path(), config)
-    world = World.join(env, CoordinationClient(control, 0, TIMEOUT_S), "gloo", lambda: False)
+    inner = IntraGroup.build(env, CoordinationClient(control, 0, TIMEOUT_S), lambda: False)
+    world = World.join(env, inner, "gloo")
     with world.made_here():
         own = dist.new_group([0, 1])
         user = socket.create_connection(("127.0.0.1", users))

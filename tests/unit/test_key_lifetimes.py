@@ -159,10 +159,10 @@ def test_each_kind_of_key_has_its_lifetime():
     present = Present(view, floor_of(view, 30), {0: 2})
     old = [
         "view/5", "report/5", "report/5/0", "ready/5/1.0", "outer/5/0/x/y", "stands/run.e5.0.1", "inner/1.1/0/1",
-        "inner/1/0", "world/1.1", "restart/1.1", "start/1/0", "nonfinite/19", "divergence/19/0/1", "notice/29", "kept/29",
+        "inner/1/0", "restart/1.1", "start/1/0", "nonfinite/19", "divergence/19/0/1", "notice/29", "kept/29",
     ]  # fmt: skip
     new = [
-        "view/0", "view/6", "report/6", "ready/7/1.0", "inner/1.2/0", "world/1.2", "start/1.1/0", "restart/0.1",
+        "view/0", "view/6", "report/6", "ready/7/1.0", "inner/1.2/0", "start/1.1/0", "restart/0.1",
         "nonfinite/20", "divergence/20/0/1",
         "nonfinite/stop", "notice/30", "kept/30", "donor/1/0", "host/0", "late/2", "ended", "done",
         "done/1.3", "resume", "saved/0/0", "floor", "left/0",

@@ -81,7 +81,7 @@ def expired(key: str, present: Present) -> bool:
             _, _, attempt = rest.partition(".e")  # RUN.eEPOCH.GROUP.NUMBER (``worker.checkpointing.coordinator``)
             epoch = attempt.partition(".")[0]
             return 0 <= _number(epoch) < present.floor.epoch
-        case "inner" | "world" | "restart" | "start" | "calls":
+        case "inner" | "restart" | "start" | "calls":
             return _start_is_over(kind, first, present)
         # Steps before the view's are committed everywhere; "nonfinite/stop" and the like are not steps.
         case "nonfinite" | "divergence" | "evaluate":
