@@ -151,7 +151,7 @@ class Buckets(Sequence[Bucket]):
         exact_bits: int = 0,
         apart: Mapping[nn.Parameter, int] = {},
     ) -> None:
-        self.slots, self._riders = slots, riders
+        self._riders = riders
         self._buckets: list[Bucket] = []
         for group in _fill(parameters, bucket_mb, apart):
             first = not self._buckets
@@ -284,17 +284,10 @@ class Bucketed:
         self._buffers = Buffers(model, in_flight=in_flight)
         riders = self._first_change + self._buffers.elements
         self._buckets = Buckets(parameters, bucket_mb, slots, riders, exact_bits, apart)
+        self.slots, self.num_buckets = slots, len(self._buckets)
         self._rounding = self._buckets.rounding
         self._part = OWN
         self._taken: set[int] = set()  # buckets whose gradients of the present microbatch were added before its end
-
-    @property
-    def slots(self) -> int:
-        return self._buckets.slots
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
 
     def tail(self, bucket: int) -> int:
         return self._buckets[bucket].tail

@@ -50,13 +50,9 @@ class JointBucketed(Bucketed):
         **settings: Any,
     ) -> None:
         super().__init__(model, parameters, **settings)
-        self.layout = layout
+        self.layout, self.peers = layout, rounds.peers(layout)
         self._shard_group, self._divide = shard_group, divide
         self._divided = layout.shards
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return rounds.peers(self.layout)
 
     def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of the group compute together: flush")
@@ -156,10 +152,7 @@ class OneByOne(JointBucketed):
     """Computes this rank's part of the loss of the last microbatch again."""
     _at_a_time = 1
     """The number of microbatches that the ranks may agree on together."""
-
-    @property
-    def needs_samples(self) -> bool:
-        return True
+    needs_samples = True
 
     def flush(self, control: Control, work: Work) -> None:
         for found, last in rounds.rounds(self.layout, control, work, most=self._at_a_time):

@@ -136,6 +136,7 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
         super().__init__(engine, in_flight=True, layout=engine.layout, **settings)
+        self.peers = pipeline_flush.peers(engine.layout)
         if self._per_token and engine.is_last_stage():
             self._count_in_loss_fn(engine.module)
         self._tied = engine.module.get_tied_weights_and_groups()
@@ -144,10 +145,6 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
     @property
     def needs_samples(self) -> bool:
         return self.engine.is_first_stage() or self.engine.is_last_stage()
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return pipeline_flush.peers(self.engine.layout)
 
     def flush(self, control: Control, work: Work) -> None:
         self.engine.run(self._passes(Flow(self.engine.layout, control, work), work))
