@@ -57,8 +57,8 @@ class ExactBucket:
         """Set the grid for the next microbatches."""
         mine = [exponents[unit] for unit in self.units]
         self._lowest = [grid.lowest(exponent, microbatches, self._bits) for exponent in mine]
-        self._grid = Grid(mine, [1.5 * 2.0 ** (lowest + 52) for lowest in self._lowest], self.bucket.local.device)
-        self._loops.set(self._grid)
+        magics = [1.5 * 2.0 ** (lowest + 52) for lowest in self._lowest]
+        self._loops.grid = Grid(mine, magics, self.bucket.local.device)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a microbatch, one for each parameter; None: it has none."""
@@ -68,8 +68,8 @@ class ExactBucket:
     def add_single(self, unit: int, value: torch.Tensor, total: torch.Tensor) -> None:
         """Add the value of another unit, fp64 [elements], to ``total``."""
         largest = value.abs().amax(0, keepdim=True) if len(value) else value.new_zeros(1)
-        self._grid.count(largest, self.statistics(self.bucket.adds_to.flat), unit)
-        magic = self._grid.magics[unit]
+        self._loops.grid.count(largest, self.statistics(self.bucket.adds_to.flat), unit)
+        magic = self._loops.grid.magics[unit]
         total.add_(value.add(magic).sub_(magic))
 
     def statistics(self, flat: torch.Tensor) -> torch.Tensor:

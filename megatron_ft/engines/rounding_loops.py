@@ -60,14 +60,12 @@ class Grid:
 
 
 class Loops(ABC):
-    """The passes over the gradients of one bucket."""
+    """The passes over the gradients of one bucket, on the present ``grid``."""
+
+    grid: Grid
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._grid: Grid
-
-    def set(self, grid: Grid) -> None:
-        self._grid = grid
 
     @abstractmethod
     def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
@@ -122,28 +120,25 @@ class _WithNumba(Loops):
         super().__init__(bucket)
         self._compiled = compiled
 
-    def set(self, grid: Grid) -> None:
-        super().set(grid)
-        self._limits, self._shares = grid.thresholds.numpy(), grid.shares.numpy()
-
     def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
-        flat, rows, magics = total.numpy(), statistics.numpy(), self._grid.magics
+        flat, rows, magics = total.numpy(), statistics.numpy(), self.grid.magics
+        limits, shares = self.grid.thresholds.numpy(), self.grid.shares.numpy()
         for at, (gradient, (first, last)) in enumerate(zip(gradients, self._bucket.spans, strict=True)):
             values = _NONE if gradient is None else gradient.detach().reshape(-1).numpy()
-            where = flat[first:last], magics[at], rows[at], self._limits[at]
+            where = flat[first:last], magics[at], rows[at], limits[at]
             self._compiled.add(values, values.view(np.int32), *where)
-        rows[: len(gradients), -1] += self._shares[: len(gradients)]
+        rows[: len(gradients), -1] += shares[: len(gradients)]
 
     def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         source, target, checksum, all_finite = part.numpy(), flat.numpy(), 0, True
-        for (first, last), magic in zip(self._bucket.spans, self._grid.magics, strict=False):
+        for (first, last), magic in zip(self._bucket.spans, self.grid.magics, strict=False):
             found, finite = self._compiled.copy(source[first:last], target[first:last], magic)
             checksum, all_finite = checksum + int(found), all_finite and finite
         return _words(checksum & MASK if all_finite else None)
 
     def total(self, flat: torch.Tensor) -> int | None:
         source, checksum = flat.numpy(), 0
-        for (first, last), magic in zip(self._bucket.spans, self._grid.magics, strict=False):
+        for (first, last), magic in zip(self._bucket.spans, self.grid.magics, strict=False):
             found, on_grid = self._compiled.total(source[first:last], magic)
             if not on_grid:
                 return None
@@ -213,7 +208,7 @@ class _WithTriton(Loops):
         self._on_device = on_device
 
     def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
-        magics = self._grid.there
+        magics = self.grid.there
         largest = torch.zeros(len(gradients), dtype=torch.int32, device=magics.device)
         for unit, (gradient, part) in enumerate(zip(gradients, self._parts(total), strict=True)):
             if gradient is not None:
@@ -221,7 +216,7 @@ class _WithTriton(Loops):
                 size = values.numel()
                 blocks = (-(-size // _GPU_BLOCK),)
                 self._on_device.add[blocks](values, part, magics, largest, unit, size, block=_GPU_BLOCK)
-        self._grid.count(largest.view(torch.float32), statistics)
+        self.grid.count(largest.view(torch.float32), statistics)
 
     def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         total, finite = self._totals(self._parts(part), self._parts(flat), int(_FINITE))
@@ -238,7 +233,7 @@ class _WithTriton(Loops):
         """Return two words on the device, int64: the sum of all numbers in units of the grid modulo 2^64, and whether the
         bits of all magnitudes are below ``limit``: with targets those of the numbers, which are copied there; without, those
         of their distances from the grid."""
-        magics = self._grid.there
+        magics = self.grid.there
         blocks = [-(-source.numel() // _GPU_BLOCK) for source in sources]
         # A place for each block: with atomic additions the blocks would wait for each other.
         sums, bounds = torch.empty(2, sum(blocks), dtype=torch.int64, device=magics.device)
@@ -294,8 +289,8 @@ def _on_device() -> _OnDevice | None:
 class _WithTorch(Loops):
     def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
         none = torch.zeros((), device=total.device)
-        self._grid.count(torch.stack([none if one is None else _largest(one) for one in gradients]), statistics)
-        for gradient, part, magic in zip(gradients, self._parts(total), self._grid.magics, strict=False):
+        self.grid.count(torch.stack([none if one is None else _largest(one) for one in gradients]), statistics)
+        for gradient, part, magic in zip(gradients, self._parts(total), self.grid.magics, strict=False):
             if gradient is not None:
                 for values, sums in zip(_blocks(gradient.detach().reshape(-1)), _blocks(part), strict=True):
                     sums.add_(values.to(torch.float64, copy=True).add_(magic).sub_(magic))
@@ -311,7 +306,7 @@ class _WithTorch(Loops):
     def _sum(self, flat: torch.Tensor, check: bool) -> int | None:
         """Return the checksum; None if ``check`` and a number is not on the grid."""
         total = 0
-        for part, magic in zip(self._parts(flat), self._grid.magics, strict=False):
+        for part, magic in zip(self._parts(flat), self.grid.magics, strict=False):
             bits = struct.unpack("<q", struct.pack("<d", magic))[0]
             for values in _blocks(part):
                 moved = values + magic
