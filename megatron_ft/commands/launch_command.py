@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         from megatron_ft.launchers.ssh import launcher
         from megatron_ft.report import follow
 
-        return launcher.launch(launcher.options_of(options, run), lambda: follow.shown(options.groups, options.run_dir))
+        return launcher.launch(options, run, lambda: follow.shown(options.groups, options.run_dir))
     if options.hostfile is not None:
         found = host_place.from_hostfile(options, run.fault_tolerance.store == EMBEDDED, options.job_id is not None)
         hostfile.check(options.hostfile, found, run, options.spare_hosts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,11 +19,15 @@ from megatron_ft import cli
 from megatron_ft.auth.secret import Secret
 from megatron_ft.doctor import host_orders, meeting
 from megatron_ft.errors import LaunchError
+from megatron_ft.faults import process_lookup
 from megatron_ft.qualify import device_facts, device_seats, host_part, qualification, training_checks
 from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
 from megatron_ft.qualify.host_part import HostPart
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
+from megatron_ft.runlog import history
 from megatron_ft.types import given
+from megatron_ft.utils.process_status import start_of
+from tests.stores import await_
 
 
 def host(gpus: int = 0, nccl=(2, 29, 7), mig=()) -> dict:
@@ -224,3 +230,24 @@ def test_a_member_that_is_silent_and_one_that_has_ended_are_told_apart(monkeypat
     answer = member.answer(time.monotonic() + 60.0)
     assert answer["failed"].startswith("its process ended with exit code 7") and answer["lost"]
     member.kill()
+
+
+def test_a_rank_that_has_stopped_itself_is_killed_or_goes_on_after_a_while(tmp_path, monkeypatch):
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP); print('on', flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", stops], stdout=subprocess.PIPE, text=True) as process:
+        rank = process_lookup.Rank(process.pid, start_of(process.pid), group=1, position=0)
+        monkeypatch.setattr(process_lookup, "find", lambda run_dir, group, position=0: rank if group == 1 else None)
+        monkeypatch.setattr(host_part, "_STOP_S", 0.0)
+        await_(lambda: rank.is_stopped, "it has stopped itself")
+        fault, me = {"kind": "stop", "group": 1, "step": 3, "point": "gate"}, os.getpid()
+        assert not host_part._struck(tmp_path, {**fault, "group": 0}, me)
+        assert not host_part._struck(tmp_path, fault, me + 1), "another agent's rank"
+        assert host_part._struck(tmp_path, fault, me)
+        assert process.stdout.readline() == "on\n"
+        kill = {**fault, "kind": "kill", "step": 9}
+        assert not host_part._struck(tmp_path, kill, me), "it has not got there"
+        process.send_signal(signal.SIGSTOP)
+        await_(lambda: rank.is_stopped, "it has stopped again")
+        assert host_part._struck(tmp_path, kill, me) and process.wait(60) == -signal.SIGKILL
+    said = [(line["group"], line["signal"], line["point"]) for line in history.read(tmp_path)]
+    assert said == [(1, "SIGSTOP", "gate, step 3"), (1, "SIGKILL", "gate, step 9")]

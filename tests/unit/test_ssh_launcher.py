@@ -127,7 +127,7 @@ def test_each_option_of_launch_is_for_all_hosts_or_for_the_launcher_alone():
 )
 def test_options_that_contradict_ssh_are_refused(words, told):
     with pytest.raises(LaunchError, match=told):
-        launcher.options_of(parsed(*NEEDED, "--ssh", *words, "train.py"), None)
+        launcher.SshLauncher(parsed(*NEEDED, "--ssh", *words, "train.py"), None)
 
 
 def test_a_missing_ssh_program_gets_one_line():

@@ -55,33 +55,6 @@ _END_S = 15.0
 _FAILURES_PER_HOST = 3
 
 
-@dataclass(frozen=True)
-class Options:
-    """A launch over ssh.
-
-    Attributes:
-        run: configuration of the run.
-        hosts: hosts of the hostfile; the last ``spares`` are in reserve.
-        spares: number of spare hosts.
-        launch: arguments of ``megatron-ft launch`` that are equal on all hosts.
-        directory: absolute working directory of the agents.
-        run_dir: absolute run directory.
-        files: script and config, relative to ``directory``.
-        environment: variables for the agents.
-        ssh: ssh command with options.
-    """
-
-    run: RunConfig
-    hosts: Sequence[Host]
-    spares: int
-    launch: Sequence[str]
-    directory: str
-    run_dir: Path
-    files: Sequence[str]
-    environment: Mapping[str, str]
-    ssh: str = "ssh"
-
-
 @dataclass
 class _Agent:
     """``state``: its state file. ``request``: the request to start it, until the host has answered."""
@@ -93,9 +66,11 @@ class _Agent:
     beat_at: float = 0.0
 
 
-def launch(options: Options, displayed: Callable[[], contextlib.AbstractContextManager]) -> int:
+def launch(
+    options: argparse.Namespace, run: RunConfig, displayed: Callable[[], contextlib.AbstractContextManager]
+) -> int:
     """Returns the exit code of the run. ``displayed``: context that shows its progress."""
-    job = SshLauncher(options)
+    job = SshLauncher(options, run)
     try:
         job.check()
         code = job.begin_run()
@@ -108,21 +83,26 @@ def launch(options: Options, displayed: Callable[[], contextlib.AbstractContextM
 
 
 class SshLauncher(Port):
-    """One run on many hosts. Call :meth:`check`, :meth:`begin_run` and ``loop.follow`` in this order."""
+    """One run on many hosts, as the options of ``launch`` and its configuration describe it. Call :meth:`check`,
+    :meth:`begin_run` and ``loop.follow`` in this order. Raises ``LaunchError``."""
 
     stop_hint, off_duty = "; a second signal ends all agents", False
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._ssh = connection.Connections(options.ssh, options.environment)
-        self._hosts = {host.name: host for host in options.hosts}
+    def __init__(self, options: argparse.Namespace, run: RunConfig) -> None:
+        self._hosts = {host.name: host for host in _hosts(options, run)}
+        self._spares = options.spare_hosts
+        self._working_directory = _working_directory()
+        self._files = [str(file) for file in (options.script, options.config) if file]
+        self._run_dir = Path(os.path.normpath(os.path.join(self._working_directory, options.run_dir)))
+        self._environment = connection.environment(os.environ, options.export)
+        self._ssh = connection.Connections(options.ssh_command, self._environment)
         self._addresses: dict[str, str] = {}
-        self._directory = options.run_dir / AGENTS
+        self._directory = self._run_dir / AGENTS
         self._name = f"ssh-{uuid.uuid4().hex[:8]}"
-        settings = options.run.fault_tolerance
+        settings = run.fault_tolerance
         limits = supervisor_loop.limits(settings, per_node=_FAILURES_PER_HOST, grace_s=_GRACE_S)
-        notes = Notes(options.run_dir, "ssh")
-        self.loop = SupervisorLoop(self, list(self._hosts), options.run_dir, options.launch, limits, notes)
+        launch, notes = _common_arguments(options, settings.store), Notes(self._run_dir, "ssh")
+        self.loop = SupervisorLoop(self, list(self._hosts), self._run_dir, launch, limits, notes)
         self._newest: dict[str, str] = {}
         self._agents: dict[str, _Agent] = {}
         self._probes: dict[str, tuple[Future, float]] = {}
@@ -140,9 +120,9 @@ class SshLauncher(Port):
 
     def check(self) -> None:
         """Checks all hosts in parallel. Raises ``LaunchError`` with all hosts that are not ready."""
-        bad = self._not_ready(self._options.hosts)
+        bad = self._not_ready(list(self._hosts.values()))
         if bad:
-            for path in (self._directory, self._options.run_dir):
+            for path in (self._directory, self._run_dir):
                 with contextlib.suppress(OSError):  # the directory is in use
                     path.rmdir()
             reasons = "\n".join(f"  {name} {reason}" for name, reason in bad.items())
@@ -172,9 +152,7 @@ class SshLauncher(Port):
             shared_file.make_directory(self._directory)
             shared_file.write(token, "")
         except OSError as error:
-            raise LaunchError(
-                f"--run-dir {self._options.run_dir} is not writable: {error}; choose another one"
-            ) from None
+            raise LaunchError(f"--run-dir {self._run_dir} is not writable: {error}; choose another one") from None
         try:
             yield token
         finally:
@@ -183,9 +161,9 @@ class SshLauncher(Port):
     def _check_request(self, host: Host, token: Path) -> str:
         return remote.request(
             "check",
-            directory=self._options.directory,
-            files=list(self._options.files),
-            run_dir=str(self._options.run_dir),
+            directory=self._working_directory,
+            files=self._files,
+            run_dir=str(self._run_dir),
             token=str(token),
             name=host.name,
             seen=net.of(host.name),
@@ -287,7 +265,7 @@ class SshLauncher(Port):
         for name, reason in bad.items():
             say(f"{name} {reason}")
         nodes = [node for node in nodes if node not in bad]
-        spares = max(0, len(nodes) - (len(self._hosts) - self._options.spares))
+        spares = max(0, len(nodes) - (len(self._hosts) - self._spares))
         return nodes, spares, ["--job-id", f"{self._name}.{attempt}"]
 
     def drain(self, node: str, why: str) -> None:
@@ -319,9 +297,9 @@ class SshLauncher(Port):
         verb, *rest = command
         request = remote.request(
             "start",
-            directory=self._options.directory,
+            directory=self._working_directory,
             command=[sys.executable, "-m", "megatron_ft.cli", verb, "--address", self._addresses[node], *rest],
-            environment=dict(self._options.environment),
+            environment=self._environment,
             log=str(self._log(node)),
             state=str(state),
             before=before,
@@ -358,8 +336,8 @@ class SshLauncher(Port):
                 show(f"{name}: {line}")
 
 
-def options_of(options: argparse.Namespace, run: RunConfig) -> Options:
-    """Returns the launch that the command's options describe. Raises ``LaunchError``."""
+def _hosts(options: argparse.Namespace, run: RunConfig) -> list[Host]:
+    """Returns the hosts of the hostfile. Raises ``LaunchError``, also for options that contradict it."""
     if options.hostfile is None:
         raise LaunchError("--hostfile is missing; --ssh starts an agent on each of its hosts")
     given = {name: getattr(options, name) for name in ("hosts", "host_rank", "store", "job_id", "address")}
@@ -370,21 +348,14 @@ def options_of(options: argparse.Namespace, run: RunConfig) -> Options:
         )
     hosts = hostfile.read(options.hostfile)
     hostfile.check(options.hostfile, hosts, run, options.spare_hosts)
-    # $PWD: behind symbolic links the real path may be another one on other hosts.
+    return hosts
+
+
+def _working_directory() -> str:
+    """Returns $PWD: behind symbolic links the real path may be another one on other hosts."""
     directory = os.environ.get("PWD", "")
-    if not (os.path.isabs(directory) and os.path.isdir(directory) and os.path.samefile(directory, os.curdir)):
-        directory = os.getcwd()
-    return Options(
-        run=run,
-        hosts=hosts,
-        spares=options.spare_hosts,
-        launch=_common_arguments(options, run.fault_tolerance.store),
-        directory=directory,
-        run_dir=Path(os.path.normpath(os.path.join(directory, options.run_dir))),
-        files=tuple(map(str, filter(None, (options.script, options.config)))),
-        environment=connection.environment(os.environ, options.export),
-        ssh=options.ssh_command,
-    )
+    right = os.path.isabs(directory) and os.path.isdir(directory) and os.path.samefile(directory, os.curdir)
+    return directory if right else os.getcwd()
 
 
 def _common_arguments(options: argparse.Namespace, store: str) -> list[str]:
