@@ -120,10 +120,6 @@ class HeartbeatService:
             found.append(self._changes.get())
         return found
 
-    def anybody_heard(self) -> bool:
-        """Return whether any other host is heard now."""
-        return any(not other.peer.lost for other in self._others.values())
-
     def known(self) -> set[int]:
         """Return the hosts that are, or were, listened to."""
         return set(self._others)

@@ -120,6 +120,7 @@ class Agent:
 
     def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
         self._options, self._config = options, options.config
+        self._saves = bool(options.config.fault_tolerance.checkpoint.directory)
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         newcomer = options.newcomer
@@ -161,9 +162,7 @@ class Agent:
         command = [str(options.script), *options.arguments]
         starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
         self._ranks = LocalRanks(self._hosts, self._run_dir, self._config, starter, self._record)
-        self._outcome = RunOutcome(
-            self._record, self._run_dir, saves=bool(self._config.fault_tolerance.checkpoint.directory)
-        )
+        self._outcome = RunOutcome(self._record, self._run_dir, self._saves)
         self._signalled: signal.Signals | None = None
         self._memory = out_of_memory.Watch()
         self._gpus = gpu_faults.Watch()
@@ -176,7 +175,7 @@ class Agent:
         if not self._leads:
             return self._options.run_dir.resolve()
         aside = run_directory.NOTHING
-        if self._config.fault_tolerance.checkpoint.directory:
+        if self._saves:
             aside = run_directory.ANY if self._origin else run_directory.UNFINISHED
         return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
 
@@ -421,7 +420,7 @@ class Agent:
     def _obeys(self, number: signal.Signals) -> bool:
         """Return whether a signal stops the run."""
         asks_to_save = number in lifeline.SAVE_SIGNALS
-        if asks_to_save and not self._config.fault_tolerance.checkpoint.directory:
+        if asks_to_save and not self._saves:
             say(f"{number.name}: nothing can be saved without fault_tolerance.checkpoint.directory, so the run goes on")
             return False
         # A closed terminal can send SIGHUP several times: from the kernel, and from the shell. The others are repeated, too.
@@ -430,8 +429,7 @@ class Agent:
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
         first, self._signalled = self._signalled is None, self._signalled or number
-        saves = self._config.fault_tolerance.checkpoint.directory
-        if first and self._record.summary().begun and self._ranks.living() and saves:
+        if first and self._record.summary().begun and self._ranks.living() and self._saves:
             self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._ranks.living():
@@ -453,10 +451,11 @@ class Agent:
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
         """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""
-        if not self._hosts.serves or not self._hosts.beats.known():
+        beats = self._hosts.beats
+        if not self._hosts.serves:
             return
         # no limit: the other agents leave or are not heard any more (heartbeat_timeout_s); a signal ends it
-        while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
+        while beats.known() > beats.silent() and not self._hosts.all_left():
             if any(number != signal.SIGCHLD for number in wakeup.wait(rank_monitor.LOOK_EVERY_S)):
                 return
             self._hosts.look_after_store()
@@ -506,8 +505,7 @@ class Agent:
         complete state have time to save it, and end by themselves."""
         now = time.monotonic()
         self._hopeless_since = self._hopeless_since or now
-        saves = bool(self._config.fault_tolerance.checkpoint.directory) and self._restarts.wiped_out
-        saves = saves and now - self._hopeless_since < _LAST_STATE_S
+        saves = self._saves and self._restarts.wiped_out and now - self._hopeless_since < _LAST_STATE_S
         for rank in self._ranks.living():
             waits = not self._restarts.seated(rank.group, rank.incarnation)
             if waits and not (saves and progress_counters.has_state(rank.watched.pulse)):
@@ -561,7 +559,7 @@ class Agent:
 
     def _on_signal(self, signal_: signals.Signal) -> None:
         self._spare.on_signal(signal_)
-        if isinstance(signal_, Stops) and not self._config.fault_tolerance.checkpoint.directory:
+        if isinstance(signal_, Stops) and not self._saves:
             signal.raise_signal(signal.SIGTERM)  # without checkpoints, act as if each agent had been signalled itself
         if not isinstance(signal_, signals.HostAssigned) or signal_.host == self._hosts.place.rank:
             return

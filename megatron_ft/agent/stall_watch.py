@@ -28,6 +28,7 @@ from megatron_ft.utils.console import say
 
 _ASK_EVERY_S, _HOSTS_A_SECOND = 1.0, 100
 """The other hosts are asked once a second, or more rarely where there are many: each costs the store one answer."""
+_KEY = "stall"
 _SHARE = 2.0
 """A host writes where its ranks are after the time until a line is due, divided by this: it must be there in time."""
 
@@ -86,19 +87,15 @@ class Stalls:
             return
         now = steady_clock.now()
         value = [{**asdict(spot), "since": round(now - spot.seconds, 3)} for spot in told]
-        if self._client.put(self._key(self._hosts.place.rank), value):
+        if self._client.put(f"{_KEY}/{self._hosts.place.rank}", value):
             self._written = picture
-
-    @staticmethod
-    def _key(host: int) -> str:
-        return f"stall/{host}"
 
     # --- all hosts ----------------------------------------------------------------------------------------------------
 
     def _others(self) -> Iterable[tuple[int, list[group_stalls.Spot] | None]]:
         """Return what every other host that is heard has written; None where that is unknown."""
         for host in sorted(self._heard - {self._hosts.place.rank}):
-            raw = self._client.get(self._key(host))
+            raw = self._client.get(f"{_KEY}/{host}")
             yield host, None if raw is None and self._client.away else self._members(map(_spot, raw or ()))
 
     @property

@@ -263,7 +263,10 @@ def _run(part: Callable[[], NoReturn], reports: int | None = None) -> NoReturn:
     """Run the outermost call of a forked process, which never returns to the code that forked. ``reports``: the descriptor
     that gets the last words of a store that does not serve."""
     try:
-        _detach()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1):  # the agent's, whose reader does not wait for this process
+            os.dup2(null, fd)
+        os.close(null)
         part()
     except BaseException as error:
         traceback.print_exc()
@@ -273,14 +276,6 @@ def _run(part: Callable[[], NoReturn], reports: int | None = None) -> NoReturn:
                 os.write(reports, words.encode(errors="replace"))
     finally:
         os._exit(1)
-
-
-def _detach() -> None:
-    """Close the agent's output, so that its reader does not wait for this process."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1):
-        os.dup2(null, fd)
-    os.close(null)
 
 
 def main() -> NoReturn:

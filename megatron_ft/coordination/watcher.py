@@ -86,7 +86,9 @@ class Watcher:
                 self._lost(error)
                 return
             except AWAY as error:
-                self._leave(error)
+                if not self._away and not self._stopped.is_set():
+                    self._away = True
+                    self._lost(error)
                 self._stopped.wait(pause)
                 pause = min(2 * pause, longest)
 
@@ -138,11 +140,6 @@ class Watcher:
             self._store.get(NOTICES)
         self._away = False
         self._back()
-
-    def _leave(self, error: StoreError) -> None:
-        if not self._away and not self._stopped.is_set():
-            self._away = True
-            self._lost(error)
 
 
 def announce(store: ControlStore, signal: signals.Signal, by: str | None = None) -> None:

@@ -138,8 +138,10 @@ class Gateway:
                         refused.add(self._node)
                     if isinstance(error, OSError):
                         self._nodes.leave(self._node)
-                    last = f"{self._where()}: {error or type(error).__name__}"
-                    self._next()
+                    host, port = self._node or self._here()
+                    last = f"{host}:{port}: {error or type(error).__name__}"
+                    self.close()  # the connection may still hold a late answer to another question
+                    self._at += 1
             if unusable and unusable | refused >= set(self.endpoints):
                 # Settings that worked before may work again, when the certificates have been renewed.
                 raise (StoreGone if self._access.worked else Refused)(
@@ -182,18 +184,14 @@ class Gateway:
         except OSError as error:
             if answered and isinstance(error, TimeoutError) and error.errno is None:
                 return False  # with an errno it comes from the kernel: that host does not answer
-            self._leave(node)
+            self._nodes.leave(node)
+            self._at += 1  # for longer than it counts as away: to try it repeatedly would delay all news
         except (http.client.HTTPException, ValueError):
             pass
         finally:
             stream.close()
         time.sleep(min(RETRY_PAUSE_S[0], timeout_s))  # a node that ends every watch at once must not be asked in a loop
         return False
-
-    def _leave(self, node: tuple[str, int]) -> None:
-        """Leave a node for longer than it counts as away: to try it repeatedly would delay all news."""
-        self._nodes.leave(node)
-        self._at += 1
 
     def clone(self) -> Gateway:
         return Gateway(self.endpoints, self.timeout_s, self._verify, self._access)
@@ -288,21 +286,12 @@ class Gateway:
             except _TokenLost as error:
                 raise _Transient(str(error)) from None
 
-    def _next(self) -> None:
-        """Leave this node: its connection may still hold a late answer to another question."""
-        self.close()
-        self._at += 1
-
     def _here(self) -> tuple[str, int]:
         """Return the node whose turn it is: those of this host first, since its users here are lost with them anyway."""
         nodes = self._nodes.others()
         turn = self._turn % len(nodes)
         ring = sorted((*nodes[turn:], *nodes[:turn]), key=lambda node: not _is_here(node[0]))
         return ring[self._at % len(ring)]
-
-    def _where(self) -> str:
-        host, port = self._node or self._here()
-        return f"{host}:{port}"
 
     def _silent(self, silent_s: float, last: str) -> StoreSilent:
         return StoreSilent(

@@ -71,7 +71,10 @@ class EtcdStore:
         return new if answer.get("succeeded") else _value(answer["responses"][0]["response_range"])
 
     def keys(self, prefix: str) -> list[str]:
-        body = {"key": encoded(prefix), "range_end": encoded(_after(prefix)), "keys_only": True}
+        end = prefix[:-1] + chr(
+            ord(prefix[-1]) + 1
+        )  # of the range of all keys that begin with the prefix, which is ASCII
+        body = {"key": encoded(prefix), "range_end": encoded(end), "keys_only": True}
         return [decode(decoded(entry["key"])) for entry in self._gateway.call("/v3/kv/range", body).get("kvs", ())]
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -117,8 +120,3 @@ def _value(answer: dict[str, Any]) -> str | None:
     """Return the value in the answer to a request for one key, if it is there."""
     kvs = answer.get("kvs")
     return decode(decoded(kvs[0].get("value", ""))) if kvs else None
-
-
-def _after(prefix: str) -> str:
-    """Return the end of the range of all keys that begin with ``prefix``, which is ASCII."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)

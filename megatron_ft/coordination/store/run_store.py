@@ -345,13 +345,10 @@ class ControlStore:
 
     def _mark(self, client: Store) -> str:
         """Return the memory that the run's marker names. A forged marker is replaced by one for the memory known here."""
-        text = self._wrapped(self._marker, self._memory.id if self._is_forged(client) else uuid.uuid4().hex)
+        standing, known = client.get(self._marker), self._memory.id
+        is_forged = known is not None and standing is not None and self._open(self._marker, standing) is None
+        text = self._wrapped(self._marker, known if is_forged else uuid.uuid4().hex)
         return self._put(client, self._marker, text)["value"]
-
-    def _is_forged(self, client: Store) -> bool:
-        """Return whether a value that this run has not written stands in place of the marker."""
-        text = client.get(self._marker)
-        return self._memory.id is not None and text is not None and self._open(self._marker, text) is None
 
     def _lost(self, standing: str | None) -> StoreLostMemory:
         what = "knows no run" if standing is None else "was restarted empty and is being rebuilt for run"

@@ -340,7 +340,8 @@ def listen(bind: str, port: int) -> socket.socket:
     knows.
     """
     try:
-        listener = socket.create_server((bind, port), family=_family(bind), backlog=1024)
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        listener = socket.create_server((bind, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
@@ -380,10 +381,6 @@ def serve_on(listener: socket.socket, timeout: timedelta = timedelta(seconds=30)
         )
     except RuntimeError as error:
         raise LaunchError(f"the control store cannot listen on {bind}:{port}: {first_line(error)}") from None
-
-
-def _family(bind: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in bind else socket.AF_INET
 
 
 def _reachable(bind: str) -> str:
