@@ -318,7 +318,7 @@ class _WithTorch(Loops):
 
 def _blocks(flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return consecutive parts of a flat tensor that fit into a CPU's cache; on a device the whole."""
-    return flat.split(_CPU_BLOCK) if flat.is_cpu else (flat,)
+    return flat.split(_CPU_BLOCK) if flat.is_cpu and len(flat) > _CPU_BLOCK else (flat,)
 
 
 def _largest(gradient: torch.Tensor) -> torch.Tensor:
