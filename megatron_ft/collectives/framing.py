@@ -93,39 +93,21 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def share(
-    sizes: Sequence[int], part: int, parts: int, units: Sequence[int] | None = None
-) -> Iterator[tuple[int, int, int]]:
-    """Return the ``part``-th of ``parts`` nearly equal shares of things laid end to end: (index, from, to), in its own
-    units.
-
-    Args:
-        units: for each thing, the number of units that must not be separated, e.g. the bytes of an element; default 1.
-    """
-    total = sum(sizes)
-    begin, end = total * part // parts, total * (part + 1) // parts
-    offset = 0
-    for which, size in enumerate(sizes):
-        unit = 1 if units is None else units[which]
-        first, last = (min(max(limit - offset, 0), size) // unit * unit for limit in (begin, end))
-        if first < last:
-            yield which, first, last
-        offset += size
-
-
 def shares_of(tensors: Sequence[torch.Tensor], part: int, parts: int) -> list[torch.Tensor]:
-    """Return that share of flat tensors, as views."""
-    sizes = [len(tensor) for tensor in tensors]
-    return [tensors[which][first:last] for which, first, last in share(sizes, part, parts)]
-
-
-def bytes_shares_of(tensors: Sequence[torch.Tensor], part: int, parts: int) -> list[torch.Tensor]:
-    """Return that share of tensors of any shape and type, as flat views of bytes.
+    """Return the ``part``-th of ``parts`` nearly equal shares of tensors of any shape and type, as flat views of bytes.
 
     Each element is in one share: with bytes of two donors that differ, it would have a value that neither has."""
     flat = [as_bytes(tensor) for tensor in tensors]
-    units = [tensor.element_size() for tensor in tensors]
-    return [flat[which][first:last] for which, first, last in share([len(t) for t in flat], part, parts, units)]
+    total = sum(map(len, flat))
+    begin, end = total * part // parts, total * (part + 1) // parts
+    found, offset = [], 0
+    for tensor, data in zip(tensors, flat, strict=True):
+        unit = tensor.element_size()
+        first, last = (min(max(limit - offset, 0), len(data)) // unit * unit for limit in (begin, end))
+        if first < last:
+            found.append(data[first:last])
+        offset += len(data)
+    return found
 
 
 def hang_up(end: socket.socket) -> None:

@@ -540,13 +540,12 @@ def test_an_older_start_is_not_followed(trainers):
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 5))
 def test_shares_cover_everything_once(sizes, parts):
-    taken = [[0] * size for size in sizes]
+    taken = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     for part in range(parts):
-        for which, first, last in framing.share(sizes, part, parts):
-            assert first < last
-            for index in range(first, last):
-                taken[which][index] += 1
-    assert all(count == 1 for each in taken for count in each)
+        for share in framing.shares_of(taken, part, parts):
+            assert len(share)
+            share += 1
+    assert all(bool((each == 1).all()) for each in taken)
 
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -556,7 +555,7 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 def test_no_element_of_a_state_comes_from_two_donors(state, parts):
     tensors = [torch.zeros(size, dtype=dtype) for size, dtype in state]
     for part in range(parts):
-        for share in framing.bytes_shares_of(tensors, part, parts):
+        for share in framing.shares_of(tensors, part, parts):
             share += part + 1
     for tensor in tensors:
         elements = framing.as_bytes(tensor).view(-1, tensor.element_size())

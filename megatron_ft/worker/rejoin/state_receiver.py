@@ -152,7 +152,7 @@ class StateReceiver:
                 self._skeleton, self._tensors = words["skeleton"], _room_for(words["skeleton"])
             elif self._skeleton != words["skeleton"]:
                 raise Gone("donors describe their states differently")
-        parts = framing.bytes_shares_of(self._tensors, stream.part, stream.parts)
+        parts = framing.shares_of(self._tensors, stream.part, stream.parts)
         framing.receive(stream.end, parts)
         registered = self._receive_registered(stream, words)
         with self._changed:
@@ -161,12 +161,11 @@ class StateReceiver:
             self._changed.notify_all()
 
     def _receive_step(self, stream: _Stream, words: dict[str, Any]) -> None:
-        room = [torch.empty(len(part), dtype=part.dtype) for part in self._own_share(stream)]
-        parts = [framing.as_bytes(part) for part in room]
-        framing.receive(stream.end, parts)
+        room = [torch.empty(len(part), dtype=torch.uint8) for part in self._own_share(stream)]
+        framing.receive(stream.end, room)
         registered = self._receive_registered(stream, words)
         with self._changed:
-            self.received += sum(map(len, parts))
+            self.received += sum(map(len, room))
             stream.steps[words["step"]] = (words, room, registered)
             self._changed.notify_all()
 
@@ -198,7 +197,7 @@ class StateReceiver:
         return next((stream.error for stream in self._streams if stream.error), "")
 
     def _own_share(self, stream: _Stream) -> list[torch.Tensor]:
-        """Return the parts of the engine's reduced buckets whose values this donor sends."""
+        """Return the parts of the engine's reduced buckets that this donor sends, as bytes."""
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
         return framing.shares_of(buckets, stream.part, stream.parts)
 

@@ -198,7 +198,7 @@ class StateSender:
 
     def _hand_over(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
         skeleton, tensors = state_transfer.flatten(self._engine.state())
-        mine = framing.bytes_shares_of(tensors, follower.part, follower.parts)
+        mine = framing.shares_of(tensors, follower.part, follower.parts)
         words = {"state": step, "skeleton": skeleton, "carried": carried}
         words |= {"epoch": self._epoch(), "checksum": self._states.whole(step)}
         words |= {"hyperparameters": self._engine.hyperparameters.read()}
@@ -210,8 +210,7 @@ class StateSender:
             follower.drop()
             return
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
-        shares = framing.shares_of(buckets, follower.part, follower.parts)
-        mine = [framing.as_bytes(piece) for piece in shares]
+        mine = framing.shares_of(buckets, follower.part, follower.parts)
         values = self._engine.hyperparameters
         words = {"step": step - 1, "result": result.to_json(), "carried": carried}
         words |= {"made": values.made, "hyperparameters": values.read()}
