@@ -107,6 +107,25 @@ class Done(Work):
         return True
 
 
+class Followed(Work):
+    """An operation whose first wait does something more when it is complete."""
+
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
+        super().__init__(work._over)
+        self._work, self._then = work, then
+        self._done = False
+
+    def wait(self) -> None:
+        # no limit: that of the operation
+        self._work.wait()
+        if not self._done:
+            self._then()
+            self._done = True
+
+    def settled(self) -> bool:
+        return self._work.settled()
+
+
 class Communicator(ABC):
     """The members' communicator in one process; a back end's ranks are the members' places in ``members``, sorted.
 

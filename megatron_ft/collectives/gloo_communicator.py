@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives import gloo_sockets
-from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator, Over, Work
+from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator, Followed, Over, Work
 from megatron_ft.utils import socket_tracker
 from megatron_ft.utils.log import first_line
 
@@ -68,7 +68,7 @@ class GlooCommunicator(Communicator):
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         total = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         work = Collective(self._call(lambda group: group.allreduce([total])), self._over)
-        return work if total is tensor else Rounded(work, total, tensor)
+        return work if total is tensor else Followed(work, lambda: tensor.copy_(total))  # the wait rounds
 
     def reduce(self, tensor: torch.Tensor, to: int) -> Work:
         """Start summing ``tensor`` at one member; it is garbage at the others then."""
@@ -133,22 +133,6 @@ class Collective(Work):
 
     def settled(self) -> bool:
         return bool(self._work.is_completed())
-
-
-class Rounded(Work):
-    """A sum of bf16 in fp32, which the wait for it rounds."""
-
-    def __init__(self, work: Work, total: torch.Tensor, tensor: torch.Tensor) -> None:
-        super().__init__(work._over)
-        self._work, self._total, self._tensor = work, total, tensor
-
-    def wait(self) -> None:
-        # no limit: an abort ends it, or gloo after detector.collective_timeout_s (inside a group 30 days)
-        self._work.wait()
-        self._tensor.copy_(self._total)
-
-    def settled(self) -> bool:
-        return self._work.settled()
 
 
 class PointToPoint(Work):

@@ -13,7 +13,8 @@ that is seen at once. What NCCL needs is in :class:`Nccl`, so that the rules bel
   may hang behind them. The process is replaced (``base.stuck``).
 - **Confirmation.** An aborted kernel lets its peers' kernels go on, with garbage (``checkAbort``, ``postPeer`` in NCCL's
   ``prims_simple.h``). So what a member has seen to end counts when all members have said so by ``host``, whose operations an
-  abort ends first, and with an error: a member that has aborted says nothing. A message carries that word of its own.
+  abort ends first, and with an error: a member that has aborted says nothing. A message carries that word of its own: its
+  sender tells it, its receiver hears it.
 - **Errors.** NCCL reports some and keeps silent about others, so its error ends a wait early and nothing depends on it.
 
 Failures it assumes: those of ``collectives.base``; a connect or an abort that never returns; an error that is never
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ft.collectives.base import PAUSES_S, Broken, Communicator, Over, Work
+from megatron_ft.collectives.base import PAUSES_S, Broken, Communicator, Followed, Over, Work
 from megatron_ft.collectives.gloo_communicator import broken
 
 ABORT_TIMEOUT_S = 10.0
@@ -125,13 +126,15 @@ class NcclCommunicator(Communicator):
         if not self._on_device(tensor):
             return self._host.send(tensor, self.members[to], tag)
         work = self._queue(lambda: self._nccl.send(tensor, to))
-        return Confirmed(work, lambda: self._host.send(torch.zeros(1), self.members[to], tag))
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
+        return Followed(work, lambda: self._host.send(torch.zeros(1), self.members[to], tag).wait())
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         if not self._on_device(tensor):
             return self._host.receive(tensor, self.members[source], tag)
         work = self._queue(lambda: self._nccl.receive(tensor, source))
-        return Confirmed(work, lambda: self._host.receive(torch.zeros(1), self.members[source], tag))
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
+        return Followed(work, lambda: self._host.receive(torch.zeros(1), self.members[source], tag).wait())
 
     def _queue(self, operation: Callable[[], Queued]) -> OnDevice:
         with self._inside:
@@ -223,23 +226,3 @@ class OnDevice(Work):
 
     def settled(self) -> bool:
         return self._complete or self._queued.ended() or self._gone()
-
-
-class Confirmed(Work):
-    """A message: its sender tells by ``word`` that it has seen the end, its receiver hears it."""
-
-    def __init__(self, work: OnDevice, word: Callable[[], Work]) -> None:
-        super().__init__(work._over)
-        self._work, self._word = work, word
-        self._said = False
-
-    def wait(self) -> None:
-        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
-        self._work.wait()
-        if not self._said:
-            # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
-            self._word().wait()
-            self._said = True
-
-    def settled(self) -> bool:
-        return self._work.settled()
