@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,16 +146,17 @@ class HostPart(Part):
 
 
 def _struck(run_dir: Path, fault: Message, agent: int) -> bool:
-    """Kill the rank of a fault, or let it stay stopped for a while, if it is one of this agent's and has stopped itself at
-    the fault's point. Return whether it was struck."""
+    """Kill the rank of a fault, or let it go on after a while, if it is one of this agent's and has stopped itself at the
+    fault's point. Return whether it was struck."""
     rank = process_lookup.find(run_dir, fault["group"])
     if rank is None or not rank.is_stopped or process_status(rank.pid).parent != agent:
         return False
     number = signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP
     kill.kill(run_dir, fault["group"], f"{fault['point']}, step {fault['step']}", number)
-    if number is signal.SIGSTOP:
-        time.sleep(_STOP_S)
-        rank.send(signal.SIGCONT)
+    if number is signal.SIGSTOP:  # not waited for: the next fault may come meanwhile
+        resume = threading.Timer(_STOP_S, rank.send, (signal.SIGCONT,))
+        resume.daemon = True
+        resume.start()
     return True
 
 

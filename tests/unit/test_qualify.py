@@ -248,6 +248,8 @@ def test_a_rank_that_has_stopped_itself_is_killed_or_goes_on_after_a_while(tmp_p
         assert not host_part._struck(tmp_path, kill, me), "it has not got there"
         process.send_signal(signal.SIGSTOP)
         await_(lambda: rank.is_stopped, "it has stopped again")
+        monkeypatch.setattr(host_part, "_STOP_S", 3600.0)
+        assert host_part._struck(tmp_path, fault, me) and rank.is_stopped, "the next fault may come meanwhile"
         assert host_part._struck(tmp_path, kill, me) and process.wait(60) == -signal.SIGKILL
     said = [(line["group"], line["signal"], line["point"]) for line in history.read(tmp_path)]
-    assert said == [(1, "SIGSTOP", "gate, step 3"), (1, "SIGKILL", "gate, step 9")]
+    assert said == [*[(1, "SIGSTOP", "gate, step 3")] * 2, (1, "SIGKILL", "gate, step 9")]
