@@ -41,9 +41,9 @@ FLIP = """
 from megatron_ft.worker.rank_executor import RankExecutor
 
 update = RankExecutor.update
-def flipped(self, step, *args):
-    result = update(self, step, *args)
-    if (self.group, self.position, self.incarnation, step) == (1, 1, 0, 3):
+def flipped(self, order):
+    result = update(self, order)
+    if (self.group, self.position, self.incarnation, order.step) == (1, 1, 0, 3):
         name, moment = next((name, of) for name, of in self.engine.state_tensors() if " exp_avg " in name)
         moment.data.view(-1).numpy().view("int32")[0] ^= 1 << 22
     return result

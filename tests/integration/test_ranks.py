@@ -128,7 +128,7 @@ from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.session import Session
 
 collective_stalls.LEAST_S = 2.0
-plain, inside = Session.train_step, RankExecutor._inside
+plain, inside = Session.train_step, RankExecutor.inside
 
 def train_step(self, *args):
     if not dist.is_initialized():
@@ -143,7 +143,7 @@ def with_collective(self, operation):
         return operation()
     return inside(self, first_a_collective)
 
-Session.train_step, RankExecutor._inside = train_step, with_collective
+Session.train_step, RankExecutor.inside = train_step, with_collective
 """
 
 
