@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import replace
 
+from megatron_ft.config import launch_environment
 from megatron_ft.config.schema import STORE_WORDS, RunConfig, store_setting
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
@@ -65,7 +66,8 @@ def from_surroundings(options: argparse.Namespace, embedded: bool = True) -> Non
     found = detect.find(os.environ)
     if found is None:
         return
-    say(f"host {found.host_rank} of {found.hosts} (found: {found.name})")
+    job = f", job {found.job}" if found.name == launch_environment.SRUN else ""
+    say(f"host {found.host_rank} of {found.hosts} (found: {found.name}{job})")
     options.hosts, options.host_rank = found.hosts, found.host_rank
     options.target = detect.target(found, os.environ)
     options.job_id = options.job_id or found.job or None
