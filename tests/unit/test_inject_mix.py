@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 
@@ -30,7 +31,7 @@ def run_dir(tmp_path):
             "position": 0,
             "incarnation": 0,
             "pid": rank.pid,
-            "host": None,
+            "host": socket.gethostname(),
             "start": injection_points.start_of(rank.pid),
         }
         for group, rank in ranks.items()
