@@ -146,6 +146,13 @@ class Prefetcher:
                 self._asked = False
                 self._changed.notify_all()
 
+    def put_back(self, microbatch: Microbatch, sample: Any) -> None:
+        """Hold a sample of the present step again. A microbatch whose sample is not held is computed later than others, so
+        that its gradient would be added in another order."""
+        with self._changed:
+            self._wanted.add(microbatch)
+            self._held[microbatch] = sample
+
     def close(self) -> None:
         """Begin no more calls of the dataset in the background, and drop all samples."""
         with self._changed:

@@ -8,7 +8,9 @@ Failures it assumes: those of the passes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,11 @@ from megatron_ft.engines.buckets import Bucket
 from megatron_ft.errors import EngineError
 
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
+
+
+def kept(batch: Any) -> Any:
+    """Return a batch to compute the loss of again: a loss function may take entries out of the one that it gets."""
+    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
 
 
 class GradientCheck:

@@ -22,7 +22,7 @@ from megatron_ft.data import generators
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.exact_rounding import square_norm
-from megatron_ft.engines.gradient_check import GradientCheck
+from megatron_ft.engines.gradient_check import GradientCheck, kept
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Control, Listed, Ready, Work
 from megatron_ft.errors import EngineError
@@ -169,7 +169,7 @@ class OneByOne(JointBucketed):
             batch = self._share(work.batch(listed.microbatch))
             # The slices of a shard drop from the same activations.
             seed = (work.seed(listed.microbatch) + self.layout.shard) % 2**63
-            self._again = partial(self._compute_loss, batch, seed)
+            self._again = partial(self._compute_loss, kept(batch), seed)
             generators.seed(seed)
             loss, tokens = self._split_loss(self._lose(batch))
             self._count_loss(loss)
@@ -187,7 +187,7 @@ class OneByOne(JointBucketed):
         """Return this rank's part of the loss of a microbatch, with the present parameters."""
         generators.seed(seed)
         with torch.no_grad():
-            loss, _ = self._split_loss(self._lose(batch))
+            loss, _ = self._split_loss(self._lose(kept(batch)))
         self._buffers.restore()
         value = float(loss) if self._per_token else float(loss) / self.layout.shards
         return value if self.layout.slice == 0 else 0.0

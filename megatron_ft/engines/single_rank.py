@@ -15,7 +15,7 @@ import torch
 from megatron_ft.data import generators
 from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucketed
-from megatron_ft.engines.gradient_check import GradientCheck
+from megatron_ft.engines.gradient_check import GradientCheck, kept
 from megatron_ft.engines.port import Progress, Ready
 from megatron_ft.types import Microbatch
 
@@ -37,7 +37,7 @@ class SingleRank(Bucketed):
         ready: Ready | None = None,
         keep: bool = False,
     ) -> None:
-        self._again = partial(self._compute_loss, batch, seed)
+        self._again = partial(self._compute_loss, kept(batch), seed)
         generators.seed(seed)
         progress("forward")
         loss, tokens = self._split_loss(self._lose(batch))
@@ -54,7 +54,7 @@ class SingleRank(Bucketed):
     def _compute_loss(self, batch: Any, seed: int) -> float:
         generators.seed(seed)
         # With a graph, as in the step: compiled models have one for it, and some losses are made of derivatives.
-        loss, _ = self._split_loss(self._lose(batch))
+        loss, _ = self._split_loss(self._lose(kept(batch)))
         self._buffers.restore()
         return float(loss.detach())
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from megatron_ft.data.order import microbatch_seed
+from megatron_ft.engines.gradient_check import kept
 from megatron_ft.engines.port import OWN, Listed, Ready
 from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
@@ -28,7 +29,7 @@ class FirstMicrobatch:
 
     def __init__(self, rank: RankExecutor, seed: int, listed: Callable[[], Sequence[Listed]]) -> None:
         self._rank, self._seed, self._listed = rank, seed, listed
-        self._batches: dict[Microbatch, Any] = {}
+        self.batches: dict[Microbatch, Any] = {}
 
     @cached_property
     def _first(self) -> Sequence[Listed]:
@@ -44,9 +45,9 @@ class FirstMicrobatch:
         return None
 
     def batch(self, microbatch: Microbatch) -> Any:
-        if microbatch not in self._batches:
-            self._batches[microbatch] = self._rank.load(microbatch)
-        return self._batches[microbatch]
+        if microbatch not in self.batches:
+            self.batches[microbatch] = self._rank.load(microbatch)
+        return kept(self.batches[microbatch])
 
     def seed(self, microbatch: Microbatch) -> int:
         return microbatch_seed(self._seed, microbatch)

@@ -285,6 +285,8 @@ class RankExecutor:
         engine, work = self._joint_engine, FirstMicrobatch(self, self._settings.seed, listed)
         flush = partial(engine.flush, given(self._lines), work)
         self._unchecked = not self.inside(lambda: engine.check_by_flushes(flush, self._sizes()))
+        for microbatch, batch in work.batches.items():
+            self._prefetcher.put_back(microbatch, batch)
         self._clear()
 
     def want(self, microbatches: Sequence[Microbatch]) -> None:

@@ -18,7 +18,7 @@ BUDGETS = {
     "collectives": 2000,
     "coordination": 1820,
     "launchers": 1790,
-    "data": 1790,
+    "data": 1800,
     "runlog": 1760,
     "utils": 1420,
     "faults": 1360,

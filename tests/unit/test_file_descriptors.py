@@ -50,7 +50,9 @@ def test_agents_hear_each_other(crowded):
     try:
         for rank, beats in enumerate(both):
             beats.add({1 - rank: ("127.0.0.1", both[1 - rank].port)})
-        await_(lambda: all(beats._others[1 - rank].beats > 2 for rank, beats in enumerate(both)), "beats arrive at both")
+        await_(
+            lambda: all(beats._others[1 - rank].beats > 2 for rank, beats in enumerate(both)), "beats arrive at both"
+        )
     finally:
         for beats in both:
             beats.close()

@@ -5,10 +5,14 @@ from __future__ import annotations
 from math import inf, nan
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.detection import gradient_factor
+from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.errors import EngineError
+from megatron_ft.types import Microbatch
 
 
 @given(st.floats(0.1, 1e3), st.floats(1e-2, 1e4), st.floats(-0.3, 0.3))
@@ -44,3 +48,20 @@ def test_what_is_not_smooth_tells_nothing(ahead, back):
 )
 def test_only_a_factor_that_is_the_size_of_something_has_a_cause(factor, cause):
     assert gradient_factor.cause(factor, {"inner_shards": 2, "microbatches": 6, "groups": 1}) == cause
+
+
+def test_a_loss_function_may_take_entries_out_of_its_batch():
+    model = torch.nn.Linear(4, 1)
+
+    def loss(model, batch):
+        return (model(batch.pop("inputs")) - batch.pop("labels")).square().mean()
+
+    engine = TorchNativeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    engine.begin_step()
+    batch = {"inputs": torch.ones(3, 4), "labels": torch.full((3, 1), 5.0)}
+    engine.compute(Microbatch(0, 0, 0), batch, 0, lambda point: None)
+    engine.collect()
+    engine.check_gradient({"groups": 2})
+    engine.local(0)[: -engine.tail(0)].mul_(2)
+    with pytest.raises(EngineError, match="2 times as large"):
+        engine.check_gradient({"groups": 2})
