@@ -69,7 +69,7 @@ KEPT = dict([
             "benchmarks/recovery_ours.py", *MODEL, *RUN),
     _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
     _result("rejoin", "benchmarks/rejoin.py --trials 5", "benchmarks/rejoin_torchft.py", *MODEL, *RUN),
-    _result("goodput", "benchmarks/goodput.py --trials 3 --steps 120", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
+    _result("goodput", "benchmarks/goodput.py --trials 3 --steps 100", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
     _result("policies", "benchmarks/policies.py", "benchmarks/goodput.py", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
     _result("recover_live", "benchmarks/recover_live.py", "benchmarks/goodput.py", "examples/pretrain_gpt_deepspeed",
             *MODEL, *RUN),

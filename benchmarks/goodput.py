@@ -16,7 +16,7 @@ shared cores while a group is lost, and runs differ by more than is lost.
 *Goodput* is committed microbatches per second over those of the same system's failure-free run of the same trial, which
 is made right before; every second trial plays the systems in the opposite order. The summary has medians, the worst and
 the best. ``loss``: the final model's on the same 256 held-out samples. Writes results/goodput.json. Takes about 70 minutes
-with five trials, 25 with three of 120 steps.
+with five trials, 22 with three of 100 steps.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def play(
         if agent.poll():
             raise RuntimeError(f"{section} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
         # A group that is killed after the last step, while its script writes the loss, is no loss of training.
-        return agent.poll() is not None or watched.poll().closing is not None
+        return agent.poll() is not None or watched.poll().end is not None
 
     try:
         while not (begun := common.of(history.read(run_dir), "step")):
