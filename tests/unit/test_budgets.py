@@ -11,7 +11,7 @@ from tests.unit.test_packages import MODULES, package_of
 
 BUDGETS = {
     "worker": 4770,
-    "core": 4270,
+    "core": 4290,
     "engines": 3480,
     "agent": 3220,
     "simulation": 3230,

@@ -258,3 +258,14 @@ def test_misuse_is_told(call, message):
 
 def test_every_name_of_a_policy_has_one():
     assert [type(policy(name)).__module__.rpartition(".")[2] for name in POLICIES] == list(POLICIES)
+
+
+@pytest.mark.parametrize("name", ["spare", "recover"])
+def test_a_process_that_begins_after_a_thousand_losses_has_the_same_plan(name):
+    """It decides them all at once, one after the other; the others have decided each as it came."""
+    chosen, batch = made(name, 6, 2, 3)
+    past = (((5,),), *[((),)] * 1200)
+    begun = chosen.plan(batch, 1201, PlanOrigin((0, 1, 2, 3, 4), past=past), {})
+    short = chosen.plan(batch, 1201, PlanOrigin((0, 1, 2, 3, 4), past=past[:1]), {})
+    assert sorted(chain(*begun.assignment.values())) == sorted(microbatches_of_step(1201, 6, 2))
+    assert begun.assignment.keys() == short.assignment.keys()

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import recover_roles
+from megatron_ft.core.scheduling.policies.past_losses import PastLosses
 from megatron_ft.core.scheduling.policies.policy_port import Batch, Policy, wiped_out
 from megatron_ft.core.scheduling.policies.recover_roles import Roles
 from megatron_ft.types import GroupId, Plan, PlanOrigin
@@ -37,7 +37,7 @@ class Recover(Policy):
     def plan(self, batch: Batch, step: int, origin: PlanOrigin, speeds: Mapping[GroupId, float]) -> Plan:
         shape = batch.shards, batch.per_shard
         base = tuple(sorted({*origin.live, *chain.from_iterable(chain.from_iterable(origin.past))}))
-        roles = _roles(*shape, base, origin.past)
+        roles = _PAST.state(*shape, base, items=origin.past)
         facts = {"quota": roles.quota, "majors": len(roles.majors), "spares": len(roles.shadows)}
         plan = replace(recover_roles.plan(roles, step, *shape), facts={"recovery": "none", **facts})
         for lost, joined in origin.changes:
@@ -64,14 +64,12 @@ class Recover(Policy):
         return 1
 
 
-@lru_cache(maxsize=16)
-def _roles(shards: int, per_shard: int, base: tuple[GroupId, ...], past: tuple[Losses, ...]) -> Roles:
-    """Return the roles with which the step after ``past`` begins, if the groups ``base`` began. Steps with losses come one
-    by one, so the roles before are in the cache."""
-    if not past:
-        return recover_roles.dealt(shards, per_shard, base)
-    roles = _roles(shards, per_shard, base, past[:-1])
-    for lost in past[-1]:
+def _after(roles: Roles, losses: Losses) -> Roles:
+    """Return the roles with which the step after one with ``losses`` begins."""
+    for lost in losses:
         if gone := [group for group in lost if group in roles.live]:
             roles = recover_roles.on_failure(roles, gone, exact=True).roles
     return recover_roles.next_step(roles)
+
+
+_PAST: PastLosses[Roles, Losses] = PastLosses(recover_roles.dealt, _after)

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import rectlr
+from megatron_ft.core.scheduling.policies.past_losses import PastLosses
 from megatron_ft.core.scheduling.policies.policy_port import Batch, Policy, wiped_out
 from megatron_ft.types import GroupId, Plan, PlanOrigin, given
 
@@ -37,33 +37,31 @@ class Spare(Policy):
     def plan(self, batch: Batch, step: int, origin: PlanOrigin, speeds: Mapping[GroupId, float]) -> Plan:
         placement, losses = given(batch.placement), tuple(chain.from_iterable(origin.past))
         base = tuple(sorted({*origin.live, *chain.from_iterable(losses)} & set(range(placement.groups))))
-        plan = _begin(batch, step, _decided(placement, base, losses), origin.live)
+        plan = _begin(batch, step, _PAST.state(placement, base, items=losses), origin.live)
         for lost, joined in origin.changes:
             if plan.wipe_out:
                 break
             losses = (*losses, lost)
-            plan = _change(batch, plan, _decided(placement, base, losses), lost, joined)
+            plan = _change(batch, plan, _PAST.state(placement, base, items=losses), lost, joined)
         return plan
 
     def most_parts(self, batch: Batch) -> int:
         return given(batch.placement).redundancy - 1
 
 
-@lru_cache(maxsize=16)
-def _decided(
-    placement: Placement, base: tuple[GroupId, ...], losses: tuple[tuple[GroupId, ...], ...]
-) -> rectlr.Outcome:
-    """Return ReCtlr's decision after ``losses``; after a wipe-out nothing follows. Without a loss it is the least S that
-    works for the groups ``base``, those of a run or those that are there when one has joined.
+def _start(placement: Placement, base: tuple[GroupId, ...]) -> rectlr.Outcome:
+    """Return the least S that works for the groups of a run, or for those that are there when one has joined."""
+    return rectlr.reconfigure(tuple(placement.stacks), base, 1)
 
-    Losses come one by one, so the decision before is in the cache.
-    """
-    if not losses:
-        return rectlr.reconfigure(tuple(placement.stacks), base, 1)
-    before = _decided(placement, base, losses[:-1])
+
+def _after(before: rectlr.Outcome, lost: tuple[GroupId, ...]) -> rectlr.Outcome:
+    """Return ReCtlr's decision after a loss; after a wipe-out nothing follows."""
     if before.phase == "wipe-out":
         return before
-    return rectlr.reconfigure(before.orders, before.contributes.keys() - set(losses[-1]), before.S)
+    return rectlr.reconfigure(before.orders, before.contributes.keys() - set(lost), before.S)
+
+
+_PAST: PastLosses[rectlr.Outcome, tuple[GroupId, ...]] = PastLosses(_start, _after)
 
 
 def _begin(batch: Batch, step: int, outcome: rectlr.Outcome, live: tuple[GroupId, ...]) -> Plan:
