@@ -26,6 +26,7 @@ from megatron_ft.engines.gradient_check import GradientCheck, kept
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Control, Listed, Ready, Work
 from megatron_ft.errors import EngineError
+from megatron_ft.types import given
 
 
 class JointBucketed(Bucketed):
@@ -123,8 +124,8 @@ class JointBucketed(Bucketed):
             dist.all_reduce(told)
             return told.tolist()
 
-        how = self._has_16_bits, self._on_moved, renew
-        return GradientCheck(list(self._buckets), self._counted, lose, total, *how)
+        buckets, counted = list(self._buckets), self._counted
+        return GradientCheck(buckets, counted, lose, total, self._has_16_bits, self._on_moved, renew)
 
     @property
     def _own_loss(self) -> float:
@@ -148,8 +149,8 @@ class OneByOne(JointBucketed):
     """The part that is the same in engines whose ranks all pass through one microbatch after the other, each with its
     share of the samples."""
 
-    _again: Callable[[], float]
-    """Computes this rank's part of the loss of the last microbatch again."""
+    _again: Callable[[], float] | None = None
+    """Computes this rank's part of the loss of the first microbatch again."""
     _at_a_time = 1
     """The number of microbatches that the ranks may agree on together."""
     needs_samples = True
@@ -169,7 +170,7 @@ class OneByOne(JointBucketed):
             batch = self._share(work.batch(listed.microbatch))
             # The slices of a shard drop from the same activations.
             seed = (work.seed(listed.microbatch) + self.layout.shard) % 2**63
-            self._again = partial(self._compute_loss, kept(batch), seed)
+            self._again = self._again or partial(self._compute_loss, kept(batch), seed)
             generators.seed(seed)
             loss, tokens = self._split_loss(self._lose(batch))
             self._count_loss(loss)
@@ -194,7 +195,7 @@ class OneByOne(JointBucketed):
 
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
         if float(self._buckets[0].own.count) == 1:
-            self._gradient_check(self._again).check(self._own_loss, self._loss_scale(), sizes)
+            self._gradient_check(given(self._again)).check(self._own_loss, self._loss_scale(), sizes)
 
     @property
     def checks_by_flushes(self) -> bool:

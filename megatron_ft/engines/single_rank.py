@@ -17,7 +17,7 @@ from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.gradient_check import GradientCheck, kept
 from megatron_ft.engines.port import Progress, Ready
-from megatron_ft.types import Microbatch
+from megatron_ft.types import Microbatch, given
 
 
 class SingleRank(Bucketed):
@@ -25,8 +25,8 @@ class SingleRank(Bucketed):
     buckets."""
 
     _arrivals: Arrivals
-    _again: Callable[[], float]
-    """Computes the loss of the last microbatch again."""
+    _again: Callable[[], float] | None = None
+    """Computes the loss of the first microbatch again."""
 
     def compute(
         self,
@@ -37,7 +37,7 @@ class SingleRank(Bucketed):
         ready: Ready | None = None,
         keep: bool = False,
     ) -> None:
-        self._again = partial(self._compute_loss, kept(batch), seed)
+        self._again = self._again or partial(self._compute_loss, kept(batch), seed)
         generators.seed(seed)
         progress("forward")
         loss, tokens = self._split_loss(self._lose(batch))
@@ -61,7 +61,8 @@ class SingleRank(Bucketed):
     def check_gradient(self, sizes: Mapping[str, int]) -> None:
         bucket = self._buckets[0]
         if float(bucket.own.count) == 1:
-            check = GradientCheck(list(self._buckets), set(self._parameters), self._again, list, self._has_16_bits)
+            lose = given(self._again)
+            check = GradientCheck(list(self._buckets), set(self._parameters), lose, list, self._has_16_bits)
             check.check(float(bucket.own.loss), self._loss_scale(), sizes)
 
     @abstractmethod
