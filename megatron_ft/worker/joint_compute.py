@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
-from megatron_ft.data.order import microbatch_seed
 from megatron_ft.engines.gradient_check import kept
 from megatron_ft.engines.port import OWN, Listed, Ready
 from megatron_ft.faults.injection_points import Corruptible
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 class FirstMicrobatch:
     """The ``Work`` of flushes of the group's first microbatch alone, for ``JointEngine.check_by_flushes``."""
 
-    def __init__(self, rank: RankExecutor, seed: int, listed: Callable[[], Sequence[Listed]]) -> None:
-        self._rank, self._seed, self._listed = rank, seed, listed
+    def __init__(self, rank: RankExecutor, listed: Callable[[], Sequence[Listed]]) -> None:
+        self._rank, self._listed = rank, listed
+        self.seed = rank.seed
         self.batches: dict[Microbatch, Any] = {}
 
     @cached_property
@@ -49,9 +49,6 @@ class FirstMicrobatch:
             self.batches[microbatch] = self._rank.load(microbatch)
         return kept(self.batches[microbatch])
 
-    def seed(self, microbatch: Microbatch) -> int:
-        return microbatch_seed(self._seed, microbatch)
-
     @contextmanager
     def span(self, kind: str, listed: Listed) -> Iterator[None]:
         with _pulsing(self._rank, listed.microbatch):
@@ -65,8 +62,8 @@ class JointWork:
     """The ``Work`` of one flush. Position 0 calls ``listed``, ``closes``, and the order's ``finished`` with each
     microbatch."""
 
-    def __init__(self, rank: RankExecutor, seed: int, flush: Flush) -> None:
-        self._rank, self._seed = rank, seed
+    def __init__(self, rank: RankExecutor, flush: Flush) -> None:
+        self._rank, self.seed = rank, rank.seed
         self.listed, self._finished, self.closes = flush.listed, flush.finished, flush.closes
         self._prefetched: dict[Microbatch, bool] = {}
 
@@ -76,9 +73,6 @@ class JointWork:
     def batch(self, microbatch: Microbatch) -> Any:
         batch, self._prefetched[microbatch] = self._rank.samples(microbatch)
         return batch
-
-    def seed(self, microbatch: Microbatch) -> int:
-        return microbatch_seed(self._seed, microbatch)
 
     @contextmanager
     def span(self, kind: str, listed: Listed) -> Iterator[None]:

@@ -273,7 +273,7 @@ class RankExecutor:
         """Compute the listed microbatches jointly with the group's other ranks."""
         if self._unchecked and self._checks_by_flushes:
             self._check_by_flushes(flush.listed)
-        work = JointWork(self, self._settings.seed, flush)
+        work = JointWork(self, flush)
         self.inside(lambda: self._joint_engine.flush(given(self._lines), work))
 
     @property
@@ -282,7 +282,7 @@ class RankExecutor:
 
     def _check_by_flushes(self, listed: Callable[[], Sequence[Listed]]) -> None:
         """Compare the gradient of the first microbatch with the slope of its loss."""
-        engine, work = self._joint_engine, FirstMicrobatch(self, self._settings.seed, listed)
+        engine, work = self._joint_engine, FirstMicrobatch(self, listed)
         flush = partial(engine.flush, given(self._lines), work)
         self._unchecked = not self.inside(lambda: engine.check_by_flushes(flush, self._sizes()))
         for microbatch, batch in work.batches.items():
@@ -302,6 +302,10 @@ class RankExecutor:
         found = self._prefetcher.get(microbatch)
         self.batches.loaded(microbatch, found[0], self.link.view)
         return found
+
+    def seed(self, microbatch: Microbatch) -> int:
+        """Return the seed of all random choices for ``microbatch``."""
+        return microbatch_seed(self._settings.seed, microbatch)
 
     def load(self, microbatch: Microbatch) -> Any:
         """Return the samples of a microbatch that is not computed for the step, for a comparison."""
@@ -336,7 +340,7 @@ class RankExecutor:
         kind = "patch" if patch else "standby" if part else "compute"
         with self.timeline.span(kind), self.blame(microbatch):
             batch, prefetched = self.samples(microbatch)
-            seed = microbatch_seed(self._settings.seed, microbatch)
+            seed = self.seed(microbatch)
             self.engine.add_to(part)
             self.points.corrupt_activation(step, cast(Corruptible, self.engine))
             digest = digest or step == self._audited
