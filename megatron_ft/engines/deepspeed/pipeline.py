@@ -144,8 +144,7 @@ class FlushingEngine(PipelineEngine):
         finally:
             del self._next_batch
 
-    # --- replaced instructions of DeepSpeed; the map holds functions, so overriding a method would not be enough
-    # ----------
+    # --- replaced instructions of DeepSpeed: the map holds functions, so overriding a method would not be enough ------
 
     def _exec_send_activations_on(self, buffer_id: int) -> None:
         self.neighbours.send("activations/next", _listed(self.pipe_buffers["outputs"][buffer_id]), self.dynamic_shape)
