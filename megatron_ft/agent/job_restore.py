@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.config import megatron_arguments
+from megatron_ft.config import megatron_arguments, megatron_lm_arguments
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import Audit
 from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
@@ -41,9 +41,11 @@ def config(
     ranks_per_group: int | None,
     failure_domains: Sequence[str] | None = None,
     megatron: Sequence[str] | None = None,
+    unchanged: bool = False,
 ) -> RunConfig:
     """Return the run's config, with the number of shards of the checkpoints, with the given failure domains where
-    the file names none, and with what the arguments ``megatron`` of a script of Megatron-LM say. Raises ``FTError``."""
+    the file names none, and with what the arguments ``megatron`` of a script of Megatron-LM say, which runs ``unchanged`` or
+    has a loop of its own. Raises ``FTError``."""
     raw = config_module.read(path)
     section = raw.get("fault_tolerance", {})
     auto = config_module.AUTO
@@ -52,7 +54,10 @@ def config(
     found = _any(raw)
     audit = Audit.from_env()
     shards = (audit.shards or None if audit else None) if found is None else _meta(found)["shards"]
-    if megatron is not None:
+    if megatron is not None and unchanged:
+        raw = megatron_arguments.settings_of_script(raw, megatron, shards or groups, ranks_per_group)
+        megatron_lm_arguments.changed(megatron)
+    elif megatron is not None:
         raw = megatron_arguments.settings(raw, megatron, shards or groups)
     run = config_module.resolve(raw, groups=groups, ranks_per_group=ranks_per_group, shards=shards)
     if found is not None:

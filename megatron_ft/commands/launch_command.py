@@ -37,6 +37,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take sizes, batch and clipping from the script's arguments, named as Megatron-LM names them",
     )
+    parser.add_argument(
+        "--megatron-lm",
+        action="store_true",
+        help="the script is one of Megatron-LM, unchanged: its training loop and arguments are used",
+    )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="directory of the run record")
     parser.add_argument(
         "--port", type=int, default=0, metavar="P", help="port of the control store (default: a free one)"
@@ -129,7 +134,12 @@ def run(options: argparse.Namespace) -> int:
     from megatron_ft.launchers import host_place, hostfile
 
     run = job_restore.config(
-        options.config, options.groups, options.ranks_per_group, options.failure_domains, megatron(options)
+        options.config,
+        options.groups,
+        options.ranks_per_group,
+        options.failure_domains,
+        megatron(options),
+        options.megatron_lm,
     )
     run = host_place.with_store(options, run)
     options.target = None
@@ -163,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
 
 def megatron(options: argparse.Namespace) -> Sequence[str] | None:
     """Return the arguments of the script if settings are to be taken from them."""
-    return options.arguments if options.megatron else None
+    return options.arguments if options.megatron or options.megatron_lm else None
 
 
 @contextlib.contextmanager

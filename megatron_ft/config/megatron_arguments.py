@@ -27,7 +27,8 @@ _KEYS = {
     _BATCH: "train_batch_size",
     _CLIP: "gradient_clipping",
 }
-_CONTEXT, _RAMPUP = "--context-parallel-size", "--rampup-batch-size"
+_CONTEXT, _RAMPUP, _TOKENS = "--context-parallel-size", "--rampup-batch-size", "--calculate-per-token-loss"
+_SEED = "--seed"
 _MICROBATCHES = "gradient_accumulation_steps"
 
 
@@ -66,6 +67,51 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
     return found
 
 
+def settings_of_script(raw: Mapping[str, Any], words: Sequence[str], shards: int, ranks: int | None) -> dict[str, Any]:
+    """Return :func:`settings` for an unchanged script of Megatron-LM, which also divides sequences (context parallelism),
+    changes the batch (ramp-up) and says how a loss is divided. Its ranks read their own samples.
+
+    Args:
+        ranks: Number of ranks of a group. Default: stages x slices x context-parallel ranks x data-parallel ranks, of which
+            there are as many as ``fault_tolerance.inner_shards`` says, or as experts need.
+
+    Raises:
+        ConfigError: As :func:`settings`.
+    """
+    given = _given(words, script=True)
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    section = found.setdefault("fault_tolerance", {})
+    section.setdefault("inner_shards_divide", "script")
+    _agree(found, given, _STAGES)
+    _agree(found, given, _SLICES)
+    context = given.get(_CONTEXT, 1)
+    width = parallelism.stages(found) * parallelism.slices(found) * context
+    if ranks is not None and ranks % width:
+        raise ConfigError(
+            f"--ranks-per-group {ranks} is no multiple of {width}, the product of {_STAGES}, {_SLICES} and {_CONTEXT}; "
+            f"change one of them"
+        )
+    if ranks is not None or parallelism.value_of(found, parallelism.SHARDS) is None:
+        data = ranks // width if ranks is not None else max(1, given.get(_EXPERTS, 1) // context)
+        section.setdefault("inner_shards", data * context)
+    inner = parallelism.inner_shards(found)
+    if inner % context:
+        raise ConfigError(f"{parallelism.SHARDS} is {inner} and {_CONTEXT} is {context}; make it a multiple")
+    data = inner // context
+    given.setdefault(_SAMPLES, 1)
+    given.setdefault(_BATCH, given[_SAMPLES] * data * shards)
+    _agree(found, given, _SAMPLES, times=data)
+    _agree(found, given, _BATCH)
+    if parallelism.value_of(found, _KEYS[_CLIP]) is None:
+        given.setdefault(_CLIP, 1.0)
+    _agree(found, given, _CLIP)
+    if _TOKENS in given:
+        section.setdefault("loss_reduction", "token")
+    if _SEED in given:
+        section.setdefault("seed", given[_SEED])
+    return found
+
+
 def check(run: RunConfig, words: Sequence[str]) -> None:
     """Raise ``ConfigError`` where the arguments ``words`` of a script contradict the config of its run."""
     samples = run.samples_per_microbatch
@@ -81,23 +127,28 @@ def check(run: RunConfig, words: Sequence[str]) -> None:
     settings(in_force, words, run.shards)
 
 
-def _given(words: Sequence[str]) -> dict[str, Any]:
+def _given(words: Sequence[str], script: bool = False) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for argument in _KEYS:
         kind = float if argument == _CLIP else int
         parser.add_argument(argument, dest=argument, type=kind, default=argparse.SUPPRESS)
     parser.add_argument(_CONTEXT, dest=_CONTEXT, type=int, default=argparse.SUPPRESS)
     parser.add_argument(_RAMPUP, dest=_RAMPUP, nargs="+", default=argparse.SUPPRESS)
+    if script:
+        parser.add_argument(_TOKENS, dest=_TOKENS, action="store_true", default=argparse.SUPPRESS)
+        parser.add_argument(_SEED, dest=_SEED, type=int, default=argparse.SUPPRESS)
     try:
         given = vars(parser.parse_known_args(list(words))[0])
     except argparse.ArgumentError as error:
         raise ConfigError(f"an argument of the script is refused: {error}") from None
-    if given.pop(_CONTEXT, 1) != 1 or given.pop(_RAMPUP, None) is not None:
+    if not script and (given.pop(_CONTEXT, 1) != 1 or given.pop(_RAMPUP, None) is not None):
         raise ConfigError(
             f"{_CONTEXT} and {_RAMPUP} are not supported: a group has stages x shards x slices ranks, and all steps have "
             f"the same batch; leave them out"
         )
     for argument, value in given.items():
+        if argument in (_RAMPUP, _TOKENS, _SEED):
+            continue
         (number(0) if argument == _CLIP else whole_number(1))(argument, value)
     return given
 

@@ -291,7 +291,7 @@ class FaultToleranceConfig:
     inner_shards: int = setting(1, whole_number(1))
     """Number of ranks of a group among which the samples of each microbatch are divided: FSDP's shards, ZeRO-2 and 3,
     Megatron's data-parallel ranks (docs/engines.md)."""
-    inner_shards_divide: str = setting("samples", one_of("samples", "sequence"))
+    inner_shards_divide: str = setting("samples", one_of("samples", "sequence", "script"))
     """What of a microbatch the ``inner_shards`` divide. "samples": the first axis of its tensors. "sequence": the
     second axis; each rank has a part of every sequence, and the model's attention exchanges them (Ulysses,
     docs/engines.md)."""

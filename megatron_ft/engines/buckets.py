@@ -250,6 +250,7 @@ class Bucketed:
         seed: seed of the random numbers that the optimizer may draw, together with the number of the step.
         in_flight: see :class:`~megatron_ft.engines.buffers.Buffers`.
         exact_bits, apart: see :class:`Buckets`.
+        reports: number of elements that each microbatch may add to for the script's log (``StepResult.reports``).
     """
 
     in_place = False
@@ -274,13 +275,15 @@ class Bucketed:
         in_flight: bool = False,
         exact_bits: int = 0,
         apart: Mapping[nn.Parameter, int] = {},
+        reports: int = 0,
     ) -> None:
         self._parameters, self._model = parameters, model
         self._counted = set(parameters)
         """Those that this rank counts in norms. One of the ranks that share a parameter counts it."""
         self._clipping, self._seed = gradient_clipping, seed
         self._per_token = loss_reduction == "token"
-        self._first_change = _TOKENS if self._per_token else 0
+        self._first_report = _TOKENS if self._per_token else 0
+        self._first_change = self._first_report + reports
         self._buffers = Buffers(model, in_flight=in_flight)
         riders = self._first_change + self._buffers.elements
         self._buckets = Buckets(parameters, bucket_mb, slots, riders, exact_bits, apart)
@@ -460,13 +463,13 @@ class Bucketed:
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)
         low, high = self._buckets.sum_riders[:_TOKENS].tolist() if self._per_token else (0, 0)
-        loss, norm, tokens = self._totals(loss, int(low) + _BASE * int(high))
+        loss, norm, tokens, reports = self._totals(loss, int(low) + _BASE * int(high))
         divisor = tokens if self._per_token else microbatches
         # Without a token there is no mean: the step counts, and its update is skipped.
         loss, norm = (loss / divisor, norm / divisor / self._loss_scale()) if divisor else (nan, nan)
         self._buckets.average(max(divisor, 1), microbatches * self._divided, norm, self._clipping)
         progress("update")
-        result = StepResult(step, loss, microbatches, norm, tokens)
+        result = StepResult(step, loss, microbatches, norm, tokens, reports=reports)
         self.repeat(result)
         made = self.hyperparameters.made
         return replace(result, learning_rate=float(made[0].get("lr", 0.0)) if made else 0.0)
@@ -478,11 +481,11 @@ class Bucketed:
     def _skip(self) -> None:
         """Note a step whose gradient is not finite: its update is left out."""
 
-    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
-        """Return loss, norm of the gradients and tokens of the step's sums; the same at all ranks of the group."""
+    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int, tuple[float, ...]]:
+        """Return loss, norm of the gradients, tokens and reports of the step's sums; the same at all ranks of the group."""
         views = [view for bucket in self._buckets for view in bucket.sum_views]
         norm = float(torch.nn.utils.get_total_norm(views)) if self._rounding is None else sqrt(square_norm(views))
-        return loss, norm + self._flaw(), tokens
+        return loss, norm + self._flaw(), tokens, ()
 
     def _flaw(self) -> float:
         """Return 0, or nan if a buffer would become inf or nan, which skips the update as such a gradient does."""

@@ -55,6 +55,9 @@ class JointBucketed(Bucketed):
         self._shard_group, self._divide = shard_group, divide
         self._divided = layout.shards
 
+    _reports = 0
+    """The number of elements in ``StepResult.reports``: the first of those that microbatches add to for the script's log."""
+
     def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of the group compute together: flush")
 
@@ -73,19 +76,20 @@ class JointBucketed(Bucketed):
             for bucket in range(self.num_buckets):
                 ready(bucket)
 
-    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
+    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int, tuple[float, ...]]:
         self._sum_inside()
         views = self._views(self._counted)
-        told = torch.zeros(3, dtype=torch.float64, device=self._buckets[0].local.device)
+        told = torch.zeros(3 + self._reports, dtype=torch.float64, device=self._buckets[0].local.device)
         if self.layout.slice == 0:  # the slices of a stage compute the same loss; of the stages only the last has one
             told[0], told[2] = loss, tokens
+            told[3:] = self._buckets.sum_riders[self._first_report :][: self._reports]
         if self._rounding is not None:
             told[1] = square_norm(views)
         elif views:
             told[1] = sum(norm.double().square() for norm in torch._foreach_norm(views))
         told[1] += self._flaw()
         dist.all_reduce(told)
-        return float(told[0]), sqrt(float(told[1])), int(told[2])
+        return float(told[0]), sqrt(float(told[1])), int(told[2]), tuple(told[3:].tolist())
 
     def _sum_inside(self) -> None:
         """Sum over the ranks of the group what the step's sums have in several of them: the changes of buffers, of which

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,6 +96,8 @@ class StepResult:
         tokens: number of tokens in the step with ``loss_reduction`` ``"token"``, where ``loss`` is the mean over them;
             else 0.
         learning_rate: of the first group of the optimizer's parameters in this step; 0 for an optimizer without one.
+        reports: sums over the step's microbatches of the numbers that a loss function reports for the script's log; the
+            engine knows what they are (``MegatronEngine.reports``).
     """
 
     step: int
@@ -104,15 +106,17 @@ class StepResult:
     gradient_norm: float
     tokens: int = 0
     learning_rate: float = 0.0
+    reports: tuple[float, ...] = ()
 
     def to_json(self) -> list[Any]:
         """Return the fields in the order of the constructor's arguments."""
-        return [self.step, self.loss, self.microbatches, self.gradient_norm, self.tokens, self.learning_rate]
+        *numbers, reports = astuple(self)
+        return [*numbers, list(reports)]
 
     @classmethod
     def from_json(cls, raw: Sequence[Any]) -> StepResult:
         """Inverse of :meth:`to_json`. Checkpoints of earlier versions have fewer fields."""
-        return cls(*raw)
+        return replace(cls(*raw[:6]), reports=tuple(*raw[6:]))
 
 
 class Gradients(Protocol):

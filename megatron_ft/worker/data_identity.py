@@ -111,9 +111,15 @@ class Identities:
             self._refuse(*found, f"{standing['who']} trains", "give all hosts the same data, script and config")
         self.agreed |= mine
 
+    def settle(self, name: str, value: Any) -> Any:
+        """Return the value of the first rank that has called this in the run."""
+        standing = self._agreement.settle("identity/script", {"who": self._who, "identity": {name: value}})
+        self.agreed[name] = standing["identity"][name]
+        return self.agreed[name]
+
     def of_run(self) -> dict[str, Any]:
         """Return the values that the ranks of the run have agreed on; this rank may not have compared all of them yet."""
-        standing = (self._agreement.get(f"identity/{what}") for what in ("run", "data"))
+        standing = (self._agreement.get(f"identity/{what}") for what in ("run", "data", "script"))
         return {name: value for one in standing if one for name, value in one["identity"].items()} | self.agreed
 
     def _refuse(self, name: str, mine: Any, theirs: Any, who: str, remedy: str) -> NoReturn:

@@ -133,7 +133,7 @@ class EngineMaker:
         with self._making():
             return TorchPipeline(*arguments, scheduler=scheduler, split=split or split_batch, **own)
 
-    def megatron(self, *arguments: Any, scheduler: Any, seq_length: int) -> Engine:
+    def megatron(self, *arguments: Any, reads: bool | None, **options: Any) -> Engine:
         from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
 
         parallelism.refuse_unused(self._config.engine, "session.megatron")
@@ -141,15 +141,16 @@ class EngineMaker:
             raise EngineError(
                 "session.megatron before session.init_distributed(), which makes this group Megatron's world"
             )
-        if self._config.fault_tolerance.inner_shards_divide != "samples":
+        divide = self._config.fault_tolerance.inner_shards_divide
+        if divide != ("samples" if reads is None else "script"):
             raise ConfigError(
-                'fault_tolerance.inner_shards_divide is "sequence", which session.megatron does not support; leave it out, '
-                "and use Megatron's sequence_parallel"
+                f'fault_tolerance.inner_shards_divide is "{divide}", which session.megatron does not support; leave it out, '
+                f"and use Megatron's sequence_parallel"
             )
-        samples = self._config.samples_per_microbatch // self._config.inner_shards
-        own = {"layout": self._layout, "samples": samples, **self.settings(shared=False)}
+        own = {"layout": self._layout, "samples": self._config.samples_per_microbatch, **self.settings(shared=False)}
+        own |= {"reads": reads, **options}
         with self._making():
-            return MegatronEngine(*arguments, scheduler=scheduler, seq_length=seq_length, **own)
+            return MegatronEngine(*arguments, **own)
 
     def deepspeed(self, model: nn.Module, **options: Any) -> Engine:
         from megatron_ft.engines.deepspeed import build

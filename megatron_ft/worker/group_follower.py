@@ -22,6 +22,7 @@ from megatron_ft.engines.port import StepResult
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
 from megatron_ft.worker.evaluation import Sums
+from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.orders import Order
 from megatron_ft.worker.rank_executor import RankExecutor
 
@@ -52,6 +53,14 @@ class GroupFollower:
         while not isinstance(order := self._obey(), orders.EndEvaluation):
             continue
         return order.total
+
+    def save_together(self, save: FinalSave) -> None:
+        """Carry out orders until the save has ended."""
+        while not isinstance(self._obey(), orders.EndTogether):
+            continue
+
+    def end(self) -> None:
+        """Nothing: the leader decides which step is the last."""
 
     def finish(self) -> None:
         """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""

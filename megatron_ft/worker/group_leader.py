@@ -27,6 +27,7 @@ from megatron_ft.runlog.history import History
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
 from megatron_ft.worker.evaluation import Sums
+from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_executor import GroupExecutor
 from megatron_ft.worker.leader_ranks import LeaderRanks
 from megatron_ft.worker.leader_store import LeaderStore
@@ -137,6 +138,17 @@ class GroupLeader:
 
     def _evaluate(self, batches: Sequence[range]) -> Sums:
         return self._executor.carry_out(orders.Evaluate([(one.start, one.stop) for one in batches]))
+
+    def save_together(self, save: FinalSave) -> None:
+        """Take part in a save whose writer is a whole group."""
+        try:
+            save.save(lambda path: self._executor.carry_out(orders.WriteTogether(str(path))))
+        finally:
+            self._executor.carry_out(orders.EndTogether())
+
+    def end(self) -> None:
+        """Let the last step that is committed be the last of the run."""
+        given(self._shell).end()
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""

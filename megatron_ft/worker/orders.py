@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from megatron_ft import codec, errors
@@ -346,6 +347,28 @@ class EndEvaluation(Order[None]):
 
     def run(self, rank: RankExecutor) -> None:
         rank.evaluation = None
+
+
+@dataclass(frozen=True)
+class WriteTogether(Order[None]):
+    """Let all ranks write what the script saves together, to the same temporary path."""
+
+    path: str
+
+    def run(self, rank: RankExecutor) -> None:
+        if (write := rank.together) is None:
+            raise ConfigError("rank 0 of this group saves; all ranks have to call session.save_together")
+        rank.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
+        rank.inside(lambda: write(Path(self.path)))
+        rank.progress.advance()
+        rank.progress.enter("waiting")
+
+
+class EndTogether(Order[None]):
+    """Return to the scripts: what they save together is saved."""
+
+    def run(self, rank: RankExecutor) -> None:
+        pass
 
 
 class Fingerprint(Order[dict[str, Any]]):

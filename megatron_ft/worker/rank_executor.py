@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -112,6 +113,7 @@ class RankExecutor:
         self.following = RejoinClient(self, env, agreement)
         self.registered = Registered(BatchSchedule(env.config.microbatches_per_group))
         self.evaluation: Evaluation | None = None
+        self.together: Callable[[Path], object] | None = None  # what the group's ranks write together
         self.await_commit: Callable[[], None] | None = None
         self.saving = CheckpointParticipant(env, agreement, self.registered, lambda: self.lost_because)
         self.collected = 0.0

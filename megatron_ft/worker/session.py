@@ -50,7 +50,7 @@ from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.data import generators
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.loader import Loader, of_dataloader
-from megatron_ft.data.order import script_seed
+from megatron_ft.data.order import BatchSchedule, script_seed
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn
@@ -228,6 +228,21 @@ class Session:
             self._rank.resize(self.step, number)
 
     @property
+    def batch_sizes(self) -> BatchSchedule:
+        """The numbers of microbatches in a shard, of all steps."""
+        return self._rank.registered.sizes
+
+    @property
+    def total(self) -> int:
+        """The number of steps that :meth:`steps` was told; 0 before."""
+        return self._total
+
+    @property
+    def gets_state(self) -> bool:
+        """True if this rank's first state is that of other groups or of a checkpoint."""
+        return self._comes_back or self._origin is not None
+
+    @property
     def live(self) -> tuple[int, ...]:
         """Numbers of the groups that have made the last step, ascending."""
         view = self._rank.link.view or self._first
@@ -372,6 +387,24 @@ class Session:
         save.save(write)
         return path
 
+    def save_together(self, path: str | Path, write: Callable[[Path], object]) -> Path:
+        """Do :meth:`save` with a ``write`` that all ranks of the group call together, each with the same path; also before
+        the first step.
+
+        Args, Raises: as :meth:`save`.
+        """
+        self._rank.together = write
+        place = Path(path).absolute()
+        number = self.step, self._number(f"save {place}")
+        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
+        self._ended.append((f"save {place}", save))
+        try:
+            with self._until_lost():
+                self._role.save_together(save)
+        finally:
+            self._rank.together = None
+        return place
+
     def _number(self, what: str) -> int:
         """Return how often ``what`` was done since the last step. The store forgets what was done before that step: all
         groups have made it."""
@@ -464,6 +497,8 @@ class Session:
         scheduler: Any = None,
         *,
         seq_length: int,
+        reads: bool | None = None,
+        schedule: Mapping[str, Any] = {},
     ) -> Engine:
         """Return an engine for a model of megatron-core; replaces the calls of its schedule, ``finalize_model_grads`` and
         ``optimizer.step``.
@@ -479,12 +514,16 @@ class Session:
             scheduler: Megatron's ``OptimizerParamScheduler``, or one of torch's; stepped once per committed step. Megatron's
                 counts samples, as in Megatron-LM: its ``lr_decay_steps`` is a number of samples.
             seq_length: length of the sequences, in tokens.
+            reads: whether this rank reads samples, where each rank reads its own
+                (``fault_tolerance.inner_shards_divide`` ``"script"``). Default: ranks take shares of one batch.
+            schedule: further arguments of Megatron's schedule. Default: none.
 
         Raises:
             EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        self._engine = self._maker.megatron(chunks, optimizer, forward_step, scheduler=scheduler, seq_length=seq_length)
+        given_ = {"scheduler": scheduler, "seq_length": seq_length, "reads": reads, "schedule": schedule}
+        self._engine = self._maker.megatron(chunks, optimizer, forward_step, **given_)
         return self._engine
 
     def mesh(self, device: str | None = None) -> DeviceMesh:
@@ -642,6 +681,24 @@ class Session:
         self._rank.close()
         with self._until_lost():
             self._role.finish()
+
+    def constant(self, name: str, value: Any) -> Any:
+        """Return the value that the first rank of the run has called this with; also in a group that comes back, and in a
+        job that goes on from a checkpoint. Each run has one name.
+
+        Args:
+            name: name of the value.
+            value: anything that JSON can hold.
+        """
+        if self._origin is not None and name in (saved := self._origin.meta.get("identity", {})):
+            value = saved[name]
+        return self._rank.identities.settle(name, value)
+
+    def end(self) -> None:
+        """End the run after the last step that was made, before the number of :meth:`steps`. All ranks of all groups call it
+        after the same step, and go on with the loop, which ends."""
+        self._total = self.step
+        self._role.end()
 
     def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, also when groups die meanwhile. Return when this group has committed it.

@@ -11,12 +11,13 @@ There is no event loop. A port of a real group blocks until it has its result, s
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.messages import Action, Event, Propose
 from megatron_ft.core.protocol.ports import Broken, Clock, Ranks, Store
-from megatron_ft.core.protocol.state import GroupState
+from megatron_ft.core.protocol.state import GroupState, changed
 from megatron_ft.types import View
 
 Result = TypeVar("Result")
@@ -42,6 +43,11 @@ class Shell:
         """Before the first step: give all groups the same model. If a group is lost meanwhile, the step does it."""
         while self.state.needs_transfer and isinstance(self.next, machine.Connect | machine.Transfer):
             await self.turn()
+
+    def end(self) -> None:
+        """Let the last step that is committed be the last of the run; every group does it after the same step."""
+        self.state = changed(self.state, job=replace(self.state.job, steps=self.state.step))
+        self.next = machine.next_action(self.state)
 
     async def finish(self, patience_s: float) -> None:
         """Stay reachable until the run is over; the epoch ends if it is not ``patience_s`` after this group was done."""

@@ -44,6 +44,8 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from megatron_ft.engines.megatron import supported_settings, whole_model  # noqa: E402
+from megatron_ft.engines.megatron.reports import MOST, Reports  # noqa: E402
+from megatron_ft.engines.megatron.trackers import Trackers  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None where Transformer Engine is missing, too
     moe_utils.te_general_gemm = None
@@ -65,8 +67,11 @@ class MegatronEngine(Staged):
         forward_step: see :data:`ForwardStep`.
         scheduler: Megatron's ``OptimizerParamScheduler``, which counts samples, or any torch scheduler, which counts steps.
         seq_length: length of the sequences that stages exchange.
-        samples: samples of a microbatch at each data-parallel rank.
-        layout: the place of this rank.
+        samples: samples of a microbatch at all data-parallel ranks of the group together.
+        layout: the place of this rank; its shards are Megatron's data-parallel and context-parallel ranks.
+        reads: whether this rank reads samples, which are its own then, as the ranks of Megatron-LM read theirs. Default:
+            a batch is the group's, and each rank takes its share of it.
+        schedule: further arguments for Megatron's schedule.
         settings: see :class:`~megatron_ft.engines.joint.JointBucketed`.
 
     Raises:
@@ -83,12 +88,18 @@ class MegatronEngine(Staged):
         seq_length: int,
         samples: int,
         layout: Layout,
+        reads: bool | None = None,
+        schedule: Mapping[str, Any] = {},
         **settings: Any,
     ) -> None:
         self._chunks: list[Any] = list(chunks)
         self._megatron, self._scheduler = optimizer, scheduler
         self._config = supported_settings.checked(self._chunks, optimizer, layout, settings)
         self._step, self._seq_length, self._samples = forward_step, seq_length, samples
+        self._samples_here = samples // parallel_state.get_data_parallel_world_size()
+        self._reads, self._schedule = reads, schedule
+        self._report, self._trackers = Reports(), Trackers(self._config)
+        self._reports = MOST
         _stop_reruns()
         self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
         self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
@@ -104,6 +115,7 @@ class MegatronEngine(Staged):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers
         ]
         source_of = {p: index for index, (_, buffer) in enumerate(sources) for p in buffer.params}
+        settings["reports"] = MOST + self._trackers.elements
         super().__init__(model, parameters, layout=layout, shard_group=group, apart=source_of, **settings)
         self._source = [sources[source_of[bucket.parameters[0]]] for bucket in self._buckets]
         self._scratch: torch.Tensor | None = None
@@ -124,7 +136,14 @@ class MegatronEngine(Staged):
                 buffer.offload_to_cpu(move_params=False, move_grads=True)  # it only frees the memory
 
     @property
+    def reports(self) -> Reports:
+        """What ``StepResult.reports`` says."""
+        return self._report
+
+    @property
     def needs_samples(self) -> bool:
+        if self._reads is not None:
+            return self._reads
         return bool(parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
 
     def flush(self, control: Control, work: Work) -> None:
@@ -149,7 +168,8 @@ class MegatronEngine(Staged):
     def _run(self) -> None:
         self._begun = [0] * len(self._chunks)
         self._outputs.clear()
-        batches: list[Iterator[Any]] = [map(self._batch, iter(self._listed)) for _ in self._chunks]
+        reads = self._reads is not False
+        batches = [map(self._batch, iter(self._listed)) if reads else None for _ in self._chunks]
         run = get_forward_backward_func()
         with self._surrounded():
             run(
@@ -158,12 +178,15 @@ class MegatronEngine(Staged):
                 model=self._chunks,
                 num_microbatches=len(self._listed),
                 seq_length=self._seq_length,
-                micro_batch_size=self._samples,
+                micro_batch_size=self._samples_here,
                 forward_only=False,
+                **self._schedule,
             )
 
     def _batch(self, listed: Listed) -> Any:
-        batch = self._share(self._work.batch(listed.microbatch))
+        batch = self._work.batch(listed.microbatch)
+        if self._reads is None:
+            batch = self._share(batch)
         self._seed_pass()  # a call of the dataset in the middle of the pass has seeded for itself
         return batch
 
@@ -198,19 +221,29 @@ class MegatronEngine(Staged):
         with self._forward(index, stage, last):
             # For one microbatch: a gradient must not depend on the number of those in this run.
             output, tokens = forward(step, batches, model, 1, *rest, **options)
+            self._trackers.take(self._records)
         self._outputs[id(_single(output))] = number, index, output
         return output, tokens
 
     def _backward_pass(self, backward: Callable[..., Any], inputs: Any, output: Any, *rest: Any, **options: Any) -> Any:
         number, index, _ = self._outputs.pop(id(_single(output)))
         with self._backward(number, index):
-            return backward(inputs, output, *rest, **options)
+            gradient = backward(inputs, output, *rest, **options)
+            self._trackers.take(self._records)  # what is recomputed is recorded here
+        return gradient
+
+    @property
+    def _records(self) -> torch.Tensor:
+        """What the present microbatch adds its records to."""
+        return self._buckets.riders_to[self._first_report + MOST : self._first_change]
 
     def _forward_step(self, batches: Iterator[Any], model: nn.Module) -> Any:
         output, loss_function = self._step(batches, model)
 
         def counted(*arguments: Any, **options: Any) -> Any:
             found = loss_function(*arguments, **options)
+            if self._awaits_loss and isinstance(found[-1], Mapping):
+                self._report.add(found[-1], self._buckets.riders_to[self._first_report :][:MOST])
             loss = found[0].detach().clone()
             if self._per_token:
                 self._count_step_loss((loss, found[1]))
@@ -293,7 +326,10 @@ class MegatronEngine(Staged):
             work.wait()
 
     def repeat(self, result: StepResult, values: Values | None = None) -> None:
-        self._step_samples = result.microbatches * self._samples * self.layout.shards
+        self._step_samples = result.microbatches * self._samples
+        # The mean over the forward passes has been taken, and Megatron takes that over the microbatches itself.
+        records = self._buckets.sum_riders[self._first_report + MOST : self._first_change]
+        self._trackers.put(records * (result.microbatches * self._divided))
         super().repeat(result, values)
 
     def _optimize(self) -> None:

@@ -51,7 +51,6 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
         ),
         (ddp.overlap_param_gather, "overlap_param_gather", "leave it out"),
         (ddp.average_in_collective, "average_in_collective", "leave it out"),
-        (not ddp.grad_reduce_in_fp32, "grad_reduce_in_fp32 false", "set it to true: sums over groups are fp32"),
         (config.delay_wgrad_compute, "delay_wgrad_compute", "leave it out"),
         (
             config.overlap_moe_expert_parallel_comm,

@@ -1,0 +1,143 @@
+"""What becomes of the arguments of an unchanged script of Megatron-LM: most are taken as they are, some are changed or left
+out because this layer does what they ask for or cannot do it yet, some are refused.
+
+:data:`CHANGED` and :data:`REFUSED` are the whole list; docs/megatron-lm.md shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ft.errors import ConfigError
+
+_ALL = -1
+"""Number of values of an argument that takes all words up to the next argument."""
+_STEP = "gradients are summed over the groups when a step is committed"
+_ENDS = "SIGTERM makes a group leave in order, and `megatron-ft stop` ends the run"
+_MASKED = "the run itself masks failures and judges ranks that hang"
+_GRAPHS = "passes are made one by one"
+CHANGED = {
+    "--align-grad-reduce": (0, _STEP),
+    "--async-save": (0, "a checkpoint is saved before the next iteration begins"),
+    "--async-strategy": (1, "see --async-save"),
+    "--calc-ft-timeouts": (0, _MASKED),
+    "--check-for-large-grads": (0, "verify in the config finds steps that were computed wrongly"),
+    "--check-for-nan-in-loss-and-grad": (0, "the loss and norm of the whole step are checked"),
+    "--check-for-spiky-loss": (0, "verify in the config finds steps that were computed wrongly"),
+    "--cuda-graph-impl": (1, _GRAPHS),
+    "--cuda-graph-scope": (_ALL, _GRAPHS),
+    "--ddp-average-in-collective": (0, "gradients are summed, and then divided"),
+    "--defer-embedding-wgrad-compute": (0, "gradients are complete when a backward pass ends"),
+    "--delay-wgrad-compute": (0, "gradients are complete when a backward pass ends"),
+    "--enable-cuda-graph": (0, _GRAPHS),
+    "--enable-ft-package": (0, _MASKED),
+    "--exit-signal": (1, _ENDS),
+    "--exit-signal-handler": (0, _ENDS),
+    "--exit-signal-handler-for-training": (0, _ENDS),
+    "--external-cuda-graph": (0, _GRAPHS),
+    "--inprocess-restart": (0, _MASKED),
+    "--log-max-attention-logit": (0, "it is not reported"),
+    "--log-num-zeros-in-grad": (0, "it is not reported"),
+    "--no-check-for-nan-in-loss-and-grad": (0, ""),
+    "--optimizer-cuda-graph": (0, _GRAPHS),
+    "--overlap-grad-reduce": (0, _STEP),
+    "--overlap-moe-expert-parallel-comm": (0, "passes are made one after the other"),
+    "--overlap-param-gather": (0, "parameters are gathered when a step is committed"),
+    "--overlap-param-gather-with-optimizer-step": (0, "parameters are gathered when a step is committed"),
+    "--rerun-mode": (
+        1,
+        "a step is computed by all groups; verify in the config finds steps that were computed wrongly",
+    ),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (0, "gradients have memory of their own"),
+    "--use-persistent-ckpt-worker": (0, "see --async-save"),
+}
+"""Argument -> number of its values, and why it is left out; without a reason it says nothing."""
+REFUSED = {
+    "--adlr-autoresume": (0, None, "it ends jobs by itself", "leave it out"),
+    "--ckpt-convert-format": (1, None, "a conversion is no training", "run it without megatron-ft"),
+    "--data-parallel-sharding-strategy": (1, None, "it belongs to FSDP", "use --use-distributed-optimizer"),
+    "--dataloader-type": (1, ("single",), "ranks end an epoch at different times, or read by themselves", "use single"),
+    "--decrease-batch-size-if-needed": (0, None, "a batch keeps its size", "leave it out"),
+    "--fp16": (0, None, "every group would have a loss scale of its own", "use --bf16"),
+    "--full-validation": (0, None, "groups share a fixed number of iterations", "set --eval-iters"),
+    "--hybrid-context-parallel": (0, None, "its batches depend on the rank", "use --context-parallel-size"),
+    "--moe-use-upcycling": (0, None, "a conversion is no training", "run it without megatron-ft first"),
+    "--non-persistent-ckpt-type": (1, None, "it needs all ranks of the job", "set checkpoint.directory in the config"),
+    "--non-persistent-save-interval": (
+        1,
+        None,
+        "it needs all ranks of the job",
+        "set checkpoint.directory in the config",
+    ),
+    "--num-distributed-optimizer-instances": (1, ("1",), "groups are the instances", "leave it out"),
+    "--perform-rl-step": (0, None, "rollouts differ between groups", "leave it out"),
+    "--phase-transition-iterations": (_ALL, None, "data begin anew at each", "start a run for each phase"),
+    "--qk-clip": (0, None, "it changes weights after the optimizer's step", "leave it out"),
+    "--save-activations-interval": (1, None, "groups compute different microbatches", "leave it out"),
+    "--save-dgrads-interval": (1, None, "groups compute different microbatches", "leave it out"),
+    "--save-wgrads-interval": (1, None, "groups compute different microbatches", "leave it out"),
+    "--skip-train": (0, None, "nothing is trained", "run it without megatron-ft"),
+    "--use-custom-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
+    "--use-megatron-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
+    "--use-torch-fsdp2": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
+    "--yaml-cfg": (1, None, "it replaces the arguments of which sizes are read", "give arguments"),
+}
+"""Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
+_BACKEND, _BATCH = "--distributed-backend", "--global-batch-size"
+_APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled")
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What :func:`changed` returns.
+
+    Args:
+        words: the arguments with which the script runs.
+        notes: what was left out, and why, a line for each.
+        checks_nan: whether a loss or norm that is not finite ends the run.
+        has_batch: whether they say the size of the batch.
+        backend: of ``torch.distributed``; None: Megatron's default.
+    """
+
+    words: list[str]
+    notes: list[str]
+    checks_nan: bool
+    has_batch: bool
+    backend: str | None
+
+
+def changed(words: Sequence[str]) -> Changed:
+    """Return the arguments with which an unchanged script runs. Raises ``ConfigError`` for one that is refused."""
+    kept: list[str] = []
+    notes: list[str] = []
+    checks_nan = True
+    for name, values in _arguments(words):
+        if name in REFUSED:
+            _, allowed, why, remedy = REFUSED[name]
+            if allowed is None or tuple(values) != allowed:
+                shown = " ".join((name, *values))
+                raise ConfigError(f"{shown} is not supported with --megatron-lm: {why}; {remedy}")
+        if name in CHANGED:
+            checks_nan = checks_nan and name != "--no-check-for-nan-in-loss-and-grad"
+            if why := CHANGED[name][1]:
+                notes.append(f"{name} is left out: {why}")
+            continue
+        kept += [name, *values]
+    backend = next(iter(kept[kept.index(_BACKEND) + 1 :]), None) if _BACKEND in kept else None
+    return Changed([*kept, *_APPENDED], notes, checks_nan, _BATCH in kept, backend)
+
+
+def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each argument with its values; words that are values of another argument come with an empty list."""
+    rest = list(words)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        count = CHANGED[name][0] if name in CHANGED else REFUSED[name][0] if name in REFUSED else 0
+        if equals:
+            yield (name, [value]) if count else (f"{name}={value}", [])
+            continue
+        values: list[str] = []
+        while rest and (len(values) < count or count == _ALL) and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        yield name, values

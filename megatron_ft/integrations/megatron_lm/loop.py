@@ -1,0 +1,484 @@
+"""What stands in the place of functions of Megatron-LM's loop (``names.REPLACED``).
+
+Megatron's world is the group. With the job's ``--global-batch-size`` its own accounting of samples, learning rate and
+iterations is therefore right as it is: one of its iterations is one step of the session, which computes the group's part of
+the microbatches. ``--iterations-to-skip`` are no steps.
+
+Failures it assumes: those of ``Session.train_step``. A group that comes back gets its place in the loop with the state of
+the other groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ft
+from megatron_ft.config import megatron_lm_arguments, rank_env
+from megatron_ft.engines.megatron.reports import VOTE
+from megatron_ft.engines.port import StepResult
+from megatron_ft.errors import ConfigError, EngineError
+from megatron_ft.integrations.megatron_lm import names
+from megatron_ft.integrations.megatron_lm.samples import Deal, Source
+from megatron_ft.types import given
+from megatron_ft.utils import shared_file
+from megatron_ft.worker.session import Session
+
+_log = logging.getLogger(__name__)
+
+_SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
+"""Arguments that Megatron's loop passes on to its schedule."""
+_CARRIED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""Counters among Megatron's arguments that move with the iterations."""
+NEWEST = "latest_checkpointed_iteration.txt"
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Join the run, and replace functions of Megatron-LM's loop and arguments of the script (``sys.argv``) in the block. The
+    run has ended after it."""
+    if not rank_env.is_launched():
+        raise ConfigError(
+            "Megatron-LM's loop is made fault-tolerant in a run only: start it with megatron-ft launch --groups N "
+            "--megatron-lm, or without megatron_ft by torchrun"
+        )
+    script, *words = sys.argv
+    changed = megatron_lm_arguments.changed(words)
+    session = megatron_ft.init()
+    session.init_distributed(changed.backend)
+    if session.rank == 0:
+        for note in changed.notes:
+            _log.warning(note)
+    config = session.config
+    batch = config.samples_per_microbatch * config.microbatches  # Megatron's default is that of a group
+    sys.argv = [script, *changed.words, *(() if changed.has_batch else ("--global-batch-size", str(batch)))]
+    loop = Loop(session, names.loop(), changed.checks_nan)
+    loop.install()
+    yield
+    loop.finish()
+
+
+class Loop:
+    """One rank's part. Methods with the name of a function of Megatron-LM get that function as ``original``."""
+
+    def __init__(self, session: Session, module: Any, checks_nan: bool) -> None:
+        self._session, self._module, self._checks_nan = session, module, checks_nan
+        self._made: list[Source] = []
+        self._result: StepResult | None = None
+        self._engine: Any = None
+        self._steps: Iterator[int] | None = None
+        self._started: Mapping[str, int] = {}  # counters at the first iteration of the run
+        self._flops, self._ends = 0, False
+        self._total_losses: dict[str, Any] | None = None
+        self._carried: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Replace the functions."""
+        for name in names.REPLACED:
+            setattr(self._module, name, partial(getattr(self, name), getattr(self._module, name)))
+
+    def finish(self) -> None:
+        """Wait until all groups are at the end."""
+        if self._steps is None:
+            raise EngineError(
+                "the script has ended without training: it did not call megatron.training.pretrain, or all its iterations "
+                "are done"
+            )
+        if next(self._steps, None) is not None:
+            raise EngineError(f"the script has ended before iteration {self._args.train_iters}")
+
+    @property
+    def _args(self) -> Any:
+        return self._module.get_args()
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def build_train_valid_test_datasets(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """One group builds the index files that Megatron keeps, while the others wait; then each reads them."""
+        marker = self._session.env.run_dir / "megatron_lm" / "datasets"
+        found: list[Any] = []
+
+        def build(path: Path) -> None:
+            found.append(original(*arguments, **options))
+            if not dist.get_rank():
+                shared_file.write(path, "")
+
+        self._session.save_together(marker, build)
+        return found[-1] if found else original(*arguments, **options)
+
+    def build_pretraining_data_loader(self, _: Callable[..., Any], dataset: Any, consumed: int) -> Source | None:
+        args = self._args
+        split = getattr(getattr(dataset, "split", None) or getattr(dataset, "index_split", None), "name", "")
+        evaluates = split in ("valid", "test")
+        own = getattr(args, "eval_micro_batch_size", None) if evaluates else None
+        source = Source(dataset, self._deal(own or args.micro_batch_size), consumed)
+        self._made.append(source)
+        return source if source.reads else None
+
+    def _deal(self, micro_batch: int) -> Deal:
+        mpu = self._module.mpu
+        rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        return Deal(micro_batch, rank, ranks, self._session.config.shards)
+
+    def build_train_valid_test_data_iterators(self, _: Callable[..., Any], provider: Any) -> tuple[Any, Any, Any]:
+        """Return the sources in place of iterators; they belong to all ranks, also those that read nothing."""
+        args = self._args
+        self._made = []
+        self._module.build_train_valid_test_data_loaders(provider)
+        if not self._made:  # Megatron builds none here
+            count = len(args.valid_data_path or ()) if getattr(args, "multiple_validation_sets", False) else 1
+            self._made = [Source(None, self._deal(args.micro_batch_size)) for _ in range(count + 2)]
+        train, *valid, test = self._made
+        for source in self._made:  # all ranks of the group compare the same
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, (source.describe(), source.position))
+            source.fingerprint, source.position = next((one for one in told if one[0] is not None), told[0])
+        if args.full_validation:
+            raise EngineError("--full-validation is not supported; leave it out, and set --eval-iters")
+        return train, valid[0] if not getattr(args, "multiple_validation_sets", False) else valid, test
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        original: Callable[..., Any],
+        forward_step: Callable[..., Any],
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        iterator: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Run Megatron's loop from the iteration at which this group takes part."""
+        args, session = self._args, self._session
+        source = _source(iterator)
+        self._check(args)
+        schedule = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
+        self._engine = session.megatron(
+            model,
+            optimizer,
+            self._voting(forward_step),
+            scheduler,
+            seq_length=args.seq_length,
+            reads=source.reads,
+            schedule={**schedule, "decoder_seq_length": args.decoder_seq_length},
+        )
+        here = {"iteration": args.iteration, **{name: getattr(args, name) for name in _CARRIED}}
+        self._started = session.constant("megatron_lm", here)
+        self._skips = sorted(
+            one - 1 for one in args.iterations_to_skip if self._started["iteration"] < one <= args.train_iters
+        )
+        source.begin_of = self._begin_of
+        session.register("megatron_lm", self)
+        total = args.train_iters - self._started["iteration"] - len(self._skips)
+        if total < 1:
+            raise ConfigError(
+                f"--train-iters {args.train_iters}: the run goes on at iteration {self._started['iteration']}"
+            )
+        self._steps, self._source = session.steps(total, source), source
+        first = next(self._steps, total)
+        self._take_over(args, first)
+        try:
+            return original(forward_step, model, optimizer, scheduler, iterator, *rest, **options)
+        except SystemExit as error:  # one of Megatron's conditions to exit, which all groups have met
+            if error.code or not self._ends:
+                raise
+            session.end()
+            self.finish()
+            raise
+
+    def _check(self, args: Any) -> None:
+        """Raise ``ConfigError`` where Megatron's arguments differ from the config of the run."""
+        config = self._session.config
+        batch = config.samples_per_microbatch * config.microbatches
+        rampup = args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)
+        if args.global_batch_size != batch and not rampup:
+            raise ConfigError(
+                f"--global-batch-size is {args.global_batch_size}, and the run was launched for {batch}; give it on the "
+                f"command line of launch --megatron-lm"
+            )
+
+    def _take_over(self, args: Any, step: int) -> None:
+        """Go to the iteration of ``step``, with the counters that the groups have there."""
+        for name in _CARRIED:
+            setattr(args, name, self._carried.get(name, self._started[name]))
+        args.iteration = self._iteration(step)
+        if "flops" in self._carried:
+            args.num_floating_point_operations_so_far = self._carried["flops"]
+        self._flops = args.num_floating_point_operations_so_far
+
+    def _iteration(self, step: int) -> int:
+        """Return Megatron's iteration of a step. Iterations that are skipped are passed as soon as possible."""
+        iteration = self._started["iteration"] + step
+        for skipped in self._skips:
+            if skipped > iteration:
+                break
+            iteration += 1
+        return iteration
+
+    def _begin_of(self, step: int) -> int:
+        """Return the number of the first sample of a step."""
+        sizes, deal = self._session.batch_sizes, self._source.deal
+        skips = bisect_right(self._skips, self._iteration(step))
+        samples = sizes.before(step) * deal.round
+        skipped = sum(
+            sizes.at(max(one - self._started["iteration"] - n, 0)) for n, one in enumerate(self._skips[:skips])
+        )
+        return self._started["consumed_train_samples"] + samples + skipped * deal.round
+
+    def dummy_train_step(self, _: Callable[..., Any], iterator: Any) -> None:
+        """In an iteration that is skipped: nothing is to be read."""
+
+    def train_step(
+        self,
+        _: Callable[..., Any],
+        forward_step: Any,
+        iterator: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        config: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Make one step of the session, and return what Megatron's function returns."""
+        config.finalize_model_grads_func = None  # train() has set it; the engine does that when the step is committed
+        args, session = self._args, self._session
+        count, shards = self._module.get_num_microbatches(), session.config.shards
+        if count % shards:
+            raise ConfigError(
+                f"the batch of iteration {args.curr_iteration} has {count} microbatches at each rank of a group, which "
+                f"{shards} groups cannot share evenly; let all sizes of the ramp-up be multiples of groups x data-parallel "
+                f"ranks x --micro-batch-size"
+            )
+        session.microbatches_per_group = count // shards
+        result = self._result = session.train_step(self._engine, self._source)
+        values = self._engine.reports.means(result.reports)
+        self._ends = bool(values.pop(VOTE, 0.0))
+        if self._checks_nan and not (isfinite(result.loss) and isfinite(result.gradient_norm)):
+            raise EngineError(
+                f"iteration {args.curr_iteration}: loss {result.loss}, gradient norm {result.gradient_norm}; with "
+                f"--no-check-for-nan-in-loss-and-grad training would go on without the update of this step"
+            )
+        next(given(self._steps)) if session.step < session.total else None
+        skipped = int(not isfinite(result.gradient_norm))
+        last = self._module.mpu.is_pipeline_last_stage(ignore_virtual=True)
+        losses = {name: torch.tensor([value], device=self._device) for name, value in values.items()} if last else {}
+        return losses, skipped, False, False, 0, result.gradient_norm, None, 0
+
+    @property
+    def _device(self) -> Any:
+        return torch.cuda.current_device()
+
+    def _voting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_step``; its reports also say whether the time of --exit-duration-in-mins is over here, so that
+        all groups know it at the same iteration."""
+        minutes = self._args.exit_duration_in_mins
+        if not minutes:
+            return forward_step
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            output, loss = forward_step(*arguments, **options)
+
+            def voted(*outputs: Any, **more: Any) -> Any:
+                found = loss(*outputs, **more)
+                over = time.time() - self._module._TRAIN_START_TIME > 60 * minutes
+                return (*found[:-1], {VOTE: torch.tensor([float(over)]), **found[-1]})
+
+            return output, voted
+
+        return step
+
+    # --- what follows an iteration ------------------------------------------------------------------------------------
+
+    def checkpoint_and_decide_exit(
+        self,
+        original: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        flops: int,
+        *rest: Any,
+    ) -> bool:
+        args = self._args
+        self._flops = flops
+        minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None  # each group has a clock of its own
+        try:
+            ends = original(model, optimizer, scheduler, iteration, flops, *rest)
+        finally:
+            args.exit_duration_in_mins = minutes
+        if self._ends and not ends:
+            if args.save and not (args.save_interval and iteration % args.save_interval == 0):
+                self._module.save_checkpoint_and_time(
+                    iteration, model, optimizer, scheduler, flops, rest[0], train_data_iterator=rest[1]
+                )
+            self._module.print_datetime(f"exiting program after {minutes} minutes")
+        self._ends = bool(self._ends or ends)
+        return self._ends
+
+    def training_log(
+        self, original: Callable[..., Any], losses: Any, total_losses: dict[str, Any], *rest: Any, **options: Any
+    ) -> Any:
+        """Log as Megatron does; its throughput is that of a GPU of the whole job."""
+        args = self._args
+        if self._total_losses is None and (carried := self._carried.get("losses")):
+            total_losses.update(
+                (name, torch.tensor([value], device=self._device) if kind else value) for name, value, kind in carried
+            )
+        self._total_losses = total_losses
+        world, args.world_size = args.world_size, args.world_size * len(self._session.live)
+        try:
+            return original(losses, total_losses, *rest, **options)
+        finally:
+            args.world_size = world
+
+    def state_dict(self) -> dict[str, Any]:
+        """What groups have in common beside the model: Megatron's counters, and the losses that are not logged yet."""
+        losses = [
+            [name, float(value), isinstance(value, torch.Tensor)] for name, value in (self._total_losses or {}).items()
+        ]
+        return {**{name: getattr(self._args, name) for name in _CARRIED}, "flops": self._flops, "losses": losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._carried = dict(state)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        _: Callable[..., Any],
+        forward_step: Any,
+        iterator: Any,
+        model: Sequence[Any],
+        process_non_loss_data: Any,
+        config: Any,
+        verbose: bool = False,
+        non_loss_data_func: Any = None,
+        eval_iters: int | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], None, bool]:
+        """Evaluate in all groups together, and return what Megatron's function returns."""
+        if non_loss_data_func is not None or process_non_loss_data is not None:
+            raise EngineError("functions for data beside the loss are not supported in an evaluation; leave them out")
+        args, session = self._args, self._session
+        source = _source(iterator)
+        iterations = args.eval_iters if eval_iters is None else eval_iters
+        batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+        deal = source.deal
+        rounds, rest = divmod(batch, deal.round)
+        if rest:
+            raise ConfigError(
+                f"--eval-global-batch-size {batch} is no multiple of {deal.round}, the samples of one microbatch of all "
+                f"ranks; change it"
+            )
+        run = self._module.get_forward_backward_func()
+        schedule = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
+        shards = session.config.shards
+
+        def losses(unit: int) -> dict[str, float]:
+            at, shard = divmod(unit, shards)
+            begin = source.position + at * batch
+            batches = (source.batch(deal.numbers(begin, shard, index)) for index in range(rounds))
+            iterators = [batches if source.reads else None for _ in model]
+            told = run(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(model) > 1 else iterators[0],
+                model=model,
+                num_microbatches=rounds,
+                seq_length=args.seq_length,
+                micro_batch_size=deal.micro_batch,
+                decoder_seq_length=args.decoder_seq_length,
+                forward_only=True,
+                **schedule,
+            )
+            return self._summed(told)
+
+        for chunk in model:
+            chunk.eval()
+        timers, config.timers = config.timers, None
+        units = range(iterations * shards)
+        sums = session.evaluate(losses, units, name="megatron_lm", batch_size=1, collate_fn=lambda one: one[0])
+        config.timers = timers
+        for chunk in model:
+            chunk.train()
+        source.position += iterations * batch
+        args.consumed_valid_samples += iterations * batch
+        found = {name[:-2]: sums[name] / sums[f"{name[:-2]} d"] for name in sums if name.endswith(" n")}
+        return {name: torch.tensor(value, device=self._device) for name, value in found.items()}, None, False
+
+    def _summed(self, told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the sums over some microbatches, of all ranks of the group, at each of them."""
+        sft = getattr(self._args, "sft", False)
+        sums: dict[str, float] = {}
+        for report in told:
+            for name, value in report.items():
+                numbers = [float(one) for one in torch.as_tensor(value).reshape(-1)]
+                above, below = numbers if len(numbers) == 2 else (numbers[0], 1.0)
+                if sft and len(numbers) == 2:  # the mean of the means of microbatches
+                    above, below = above / max(below, 1.0), 1.0
+                sums[f"{name} n"] = sums.get(f"{name} n", 0.0) + above
+                sums[f"{name} d"] = sums.get(f"{name} d", 0.0) + below
+        mpu = self._module.mpu
+        counts = mpu.get_tensor_model_parallel_rank() == 0  # the others have the same
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, sums if counts else {})
+        whole: dict[str, float] = {}
+        for one in everyone:
+            for name, value in one.items():
+                whole[name] = whole.get(name, 0.0) + value
+        return whole
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint_and_time(
+        self, original: Callable[..., Any], iteration: int, *arguments: Any, **options: Any
+    ) -> None:
+        """Save once for all groups: the ranks of one group write, and those of another one if it is lost."""
+        args = self._args
+        directory = Path(args.save)
+        name = f"iter_{iteration:07d}"
+
+        def write(path: Path) -> None:
+            args.save = str(path)
+            try:
+                original(iteration, *arguments, **options)
+            finally:
+                args.save = str(directory)
+            dist.barrier()
+            if not dist.get_rank():
+                for made in (path / name).iterdir():
+                    made.rename(path / made.name)
+                (path / name).rmdir()
+                (path / NEWEST).unlink()
+
+        self._session.save_together(directory / name, write)
+        if not dist.get_rank() and self._session.group in self._session.live[:2]:
+            newest = directory / NEWEST
+            if not newest.is_file() or newest.read_text(encoding="utf-8").strip() != str(iteration):
+                shared_file.write(newest, str(iteration), durable=True, mode=0o666)
+
+    def load_checkpoint(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Load Megatron's checkpoint, unless this group gets its state from others or from a checkpoint of the session."""
+        if self._session.gets_state:
+            return 0, 0
+        return original(*arguments, **options)
+
+
+def _source(iterator: Source | Sequence[Source]) -> Source:
+    """Return the source of this rank; with virtual stages it has one for each, of which some may read nothing."""
+    if isinstance(iterator, Source):
+        return iterator
+    return next((one for one in iterator if one.reads), iterator[0])
