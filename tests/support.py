@@ -63,9 +63,9 @@ def command(*arguments: object) -> list[str]:
 class Command:
     """``megatron-ft`` with these arguments, forked (``tests.warm``); what it prints is captured."""
 
-    def __init__(self, *arguments: object, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, *arguments: object, env: Mapping[str, str] = os.environ, cwd: Path = ROOT) -> None:
         self._said = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)]  # noqa: SIM115
-        self.process = warm.launch(*arguments, env=env, stdout=self._said[0], stderr=self._said[1])
+        self.process = warm.launch(*arguments, env=env, cwd=cwd, stdout=self._said[0], stderr=self._said[1])
 
     def finish(self) -> subprocess.CompletedProcess:
         """Wait for its end."""

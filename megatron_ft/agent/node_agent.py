@@ -42,6 +42,7 @@ from megatron_ft.agent.spare_host import Spare, start_key
 from megatron_ft.agent.tracker_process import Tracking
 from megatron_ft.auth import secret
 from megatron_ft.checkpoint import restore as origins
+from megatron_ft.config import rank_command
 from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
@@ -79,7 +80,7 @@ class LaunchOptions:
     Attributes:
         config: the run's settings.
         run_dir: the run directory.
-        script: the training script; ``arguments`` are passed to it.
+        command: what each rank runs (``config.rank_command``).
         port: port of the embedded control store; 0 takes a free one.
         hosts: number of hosts that begin the run; ``host_rank`` is this host's number, from 0.
         store: address of the control store, ``HOST:PORT``; None where the agents find it by themselves.
@@ -95,8 +96,7 @@ class LaunchOptions:
 
     config: RunConfig
     run_dir: Path
-    script: Path
-    arguments: Sequence[str] = ()
+    command: Sequence[str]
     port: int = 0
     hosts: int = 1
     host_rank: int = 0
@@ -121,8 +121,7 @@ class Agent:
     def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
         self._options, self._config = options, options.config
         self._saves = bool(options.config.fault_tolerance.checkpoint.directory)
-        if not options.script.is_file():
-            raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
+        rank_command.check(options.command)
         newcomer = options.newcomer
         where = peers.place(options) if newcomer is None else newcomer.place
         self._leads = where.rank == 0
@@ -159,8 +158,7 @@ class Agent:
         patience_s = self._config.fault_tolerance.store_patience_s
         self._standstill = stall_watch.Standstill(patience_s, _STORE_TIMEOUT_S + rank_health.LOOK_S)
         self._idles = newcomer is not None and not newcomer.groups
-        command = [str(options.script), *options.arguments]
-        starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
+        starter = rank_process.Starter(options.command, self._hosts.ranks, self._run_dir, forks)
         self._ranks = LocalRanks(self._hosts, self._run_dir, self._config, starter, self._record)
         self._outcome = RunOutcome(self._record, self._run_dir, self._saves)
         self._signalled: signal.Signals | None = None
@@ -612,7 +610,6 @@ class Agent:
     # --- record ------------------------------------------------------------------------------------------------------
 
     def _write_config(self) -> None:
-        command = [str(self._options.script), *self._options.arguments]
         place, directory = self._hosts.place, os.getcwd()
         where = {
             "run_id": self._hosts.run_id,
@@ -620,5 +617,5 @@ class Agent:
             "job": place.job,
             "hosts": place.hosts,
         }
-        how = {"host": self._hosts.name(), "directory": directory, "command": command}
+        how = {"host": self._hosts.name(), "directory": directory, "command": [*self._options.command]}
         run_directory.write_config(self._run_dir, {**where, **self._config.to_json(), **how})

@@ -1,7 +1,7 @@
-"""The entry point of a rank: ``python -m megatron_ft.agent.rank_bootstrap SCRIPT ARGUMENTS``.
+"""The entry point of a rank: ``python -m megatron_ft.agent.rank_bootstrap SCRIPT ARGUMENTS``, or ``-m MODULE ARGUMENTS``.
 
-It ties the rank's life to its agent's, runs the script as ``__main__``, and turns whatever ends it into an exit code
-and a one-line error file that the agent reads. It leaves with ``os._exit``: torch's worker threads can abort at
+It ties the rank's life to its agent's, runs the script or module as ``__main__``, and turns whatever ends it into an
+exit code and a one-line error file that the agent reads. It leaves with ``os._exit``: torch's worker threads can abort at
 interpreter exit after success.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_ft.agent import forkserver
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
-from megatron_ft.config import rank_env
+from megatron_ft.config import rank_command, rank_env
 from megatron_ft.errors import FTError
 from megatron_ft.utils import lifeline, vital_thread
 
@@ -34,21 +34,19 @@ def main() -> None:
     sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)
     # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    rank_env.name_process(script)
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    code = _run(script)
+    command = sys.argv[1:]
+    rank_env.name_process(rank_command.shown(command))
+    code = _run(command)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
-def _run(script: str) -> int:
-    """Run the script. This is the outermost loop of a rank, so it converts every exception."""
+def _run(command: list[str]) -> int:
+    """Run the command. This is the outermost loop of a rank, so it converts every exception."""
     try:
-        runpy.run_path(script, run_name="__main__")
+        _execute(command)
     except FTError as error:
         print(f"megatron_ft: {error}", file=sys.stderr)
         vital_thread.leave_error(str(error))
@@ -60,11 +58,25 @@ def _run(script: str) -> int:
         vital_thread.leave_error(str(error.code))
         return 1
     except BaseException as error:
-        traceback.print_exception(error.with_traceback(_of_script(error, script)))
-        what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}{_remedy(error)}"
+        file = rank_command.file_of(command)
+        traceback.print_exception(error.with_traceback(_of_script(error, file)))
+        name = rank_command.shown(command)
+        what = f"{name} raised {type(error).__name__}: {error}{_where(error, file)}{_remedy(error)}"
         vital_thread.leave_error(what, getattr(error, "microbatch", None))
         return 1
     return 0
+
+
+def _execute(command: list[str]) -> None:
+    """Run the script or module, as ``python SCRIPT ARGUMENTS`` and ``python -m MODULE ARGUMENTS`` do."""
+    if command[0] == rank_command.MODULE:
+        sys.argv = command[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 class _Unfailing(io.FileIO):
@@ -82,7 +94,7 @@ def _unfailing(fd: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True, line_buffering=True)
 
 
-def _of_script(error: BaseException, script: str) -> TracebackType | None:
+def _of_script(error: BaseException, script: str | None) -> TracebackType | None:
     """Return the traceback from the script's own frame on, as if the script had been started without this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
@@ -90,7 +102,7 @@ def _of_script(error: BaseException, script: str) -> TracebackType | None:
     return trace
 
 
-def _where(error: BaseException, script: str) -> str:
+def _where(error: BaseException, script: str | None) -> str:
     """Return the last line of the user's own script in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     if isinstance(error, SyntaxError):

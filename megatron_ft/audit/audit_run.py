@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config import rank_env
+from megatron_ft.config import rank_command, rank_env
 from megatron_ft.errors import LaunchError
 from megatron_ft.runlog import history
 from megatron_ft.utils import shared_file
@@ -24,10 +24,9 @@ _SHOWN = 15
 
 @dataclass(frozen=True)
 class Script:
-    """A training script with its arguments, and the directory in which it is started."""
+    """What each rank runs (``config.rank_command``), and the directory in which it is started."""
 
-    path: str
-    arguments: Sequence[str]
+    command: Sequence[str]
     directory: Path
 
 
@@ -43,7 +42,7 @@ def play(
     # The check runs here alone, also in a job of several hosts.
     options = ["--hosts", "1", "--groups", str(groups), *size, "--config", str(path)]
     options += ["--run-dir", str(where / "run"), "--tee", "none"]
-    words = [sys.executable, "-m", "megatron_ft", "launch", *options, script.path, "--", *script.arguments]
+    words = [sys.executable, "-m", "megatron_ft", "launch", *options, *rank_command.launch_words(script.command)]
     env = {**os.environ, rank_env.AUDIT: audit.to_env()}
     # no limit: a run of a few steps, with the limits of every run; Ctrl-C ends both
     done = subprocess.run(
@@ -52,5 +51,6 @@ def play(
     lines = history.read(where / "run") if (where / "run").is_dir() else []
     if not any(line["event"] == "begin" for line in lines):
         said = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-_SHOWN:])
-        raise LaunchError(f"{script.path} ended with exit code {done.returncode} before its first step:\n{said}")
+        name = rank_command.shown(script.command)
+        raise LaunchError(f"{name} ended with exit code {done.returncode} before its first step:\n{said}")
     return done.returncode, lines

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             "gradient_clipping": raw["gradient_clipping"],
             "fault_tolerance": {**kept, "rejoin": {"enabled": False}, "checkpoint": saved},
         }
-        script = Script(raw["command"][0], raw["command"][1:], Path(raw["directory"]))
+        script = Script(raw["command"], Path(raw["directory"]))
         audit = rank_env.Audit(last=step, digests=step, shards=raw["shards"])
         code, mine = audit_run.play(script, again, where, groups=1, ranks=raw["ranks_per_group"], audit=audit)
     return _compare(run_dir, lines, mine, step, asked, code)

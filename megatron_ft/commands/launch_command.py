@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ft.config import rank_command
+from megatron_ft.errors import LaunchError
 from megatron_ft.utils import lifeline
+from megatron_ft.utils.console import say
 
 if TYPE_CHECKING:
     from megatron_ft.agent import join
@@ -32,12 +35,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="DeepSpeed-style JSON file (default: all settings have their defaults)",
     )
-    parser.add_argument(
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
         "--megatron",
         action="store_true",
         help="take sizes, batch and clipping from the script's arguments, named as Megatron-LM names them",
     )
-    parser.add_argument(
+    loop.add_argument(
         "--megatron-lm",
         action="store_true",
         help="the script is one of Megatron-LM, unchanged: its training loop and arguments are used",
@@ -99,9 +103,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tee",
         type=_tee,
-        default="0",
-        metavar="RANK",
-        help="show what this rank writes; or all, or none (default: 0). Each rank's output is in RUN_DIR/logs",
+        metavar="RANKS",
+        help="show what these ranks write, 0,3 say; or all, or none (default: 0, with --megatron-lm also the last one of "
+        "group 0). Each rank's output is in RUN_DIR/logs",
     )
     parser.add_argument("--overwrite", action="store_true", help="delete the run in the run directory")
     parser.add_argument("--private", action="store_true", help="no other user may read the run directory (mode 0700)")
@@ -113,6 +117,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="auto: continue from the newest checkpoint, if there is one; never: refuse to start if there is one",
     )
     preload_options(parser)
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is the name of a module, which runs as python -m runs it"
+    )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs="*", help="arguments of the script, after --")
     parser.set_defaults(run=run)
@@ -133,15 +140,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_ft.config.schema import EMBEDDED
     from megatron_ft.launchers import host_place, hostfile
 
-    run = job_restore.config(
-        options.config,
-        options.groups,
-        options.ranks_per_group,
-        options.failure_domains,
-        megatron(options),
-        options.megatron_lm,
-    )
-    run = host_place.with_store(options, run)
+    run = host_place.with_store(options, settings(options))
     options.target = None
     if options.ssh:
         from megatron_ft.launchers.ssh import launcher
@@ -162,6 +161,11 @@ def run(options: argparse.Namespace) -> int:
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return join_as(options, running, 0)
+    if options.megatron_lm and not options.host_rank:
+        from megatron_ft.config import megatron_lm_arguments
+
+        for note in megatron_lm_arguments.changed(options.arguments).notes:
+            say(note)
     job = job_restore.WholeJob(run, options.hosts or 1)
     here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
     while True:
@@ -171,9 +175,20 @@ def run(options: argparse.Namespace) -> int:
             return code
 
 
-def megatron(options: argparse.Namespace) -> Sequence[str] | None:
-    """Return the arguments of the script if settings are to be taken from them."""
-    return options.arguments if options.megatron or options.megatron_lm else None
+def settings(options: argparse.Namespace) -> RunConfig:
+    """Return the config that the options of ``launch`` describe. Raises ``FTError``."""
+    from megatron_ft.agent import job_restore
+
+    if options.module and options.megatron_lm:
+        raise LaunchError("-m and --megatron-lm cannot be combined; give the path of Megatron-LM's script")
+    return job_restore.config(
+        options.config,
+        options.groups,
+        options.ranks_per_group,
+        options.failure_domains,
+        options.arguments if options.megatron or options.megatron_lm else None,
+        options.megatron_lm,
+    )
 
 
 @contextlib.contextmanager
@@ -197,15 +212,13 @@ def join_as(options: argparse.Namespace, running: join.Running, groups: int, ent
     if entered_fd is not None:
         os.write(entered_fd, b"1")
         os.close(entered_fd)
+    os.chdir(running.directory)  # before ranks are forked from a process that is there, too
     with forks_of(options, join.ranks_here(newcomer)) as forks:
-        os.chdir(running.directory)
-        script, *arguments = running.command
         agent = Agent(
             LaunchOptions(
                 config=running.config,
                 run_dir=running.run_dir,
-                script=Path(script),
-                arguments=arguments,
+                command=running.command,
                 newcomer=newcomer,
             ),
             forks,
@@ -222,8 +235,9 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         LaunchOptions(
             config=run,
             run_dir=options.run_dir,
-            script=options.script,
-            arguments=options.arguments,
+            command=rank_command.of(
+                str(options.script), options.arguments, module=options.module, megatron_lm=options.megatron_lm
+            ),
             port=options.port,
             hosts=1 if options.hosts is None else options.hosts,
             host_rank=options.host_rank or 0,
@@ -238,14 +252,16 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
-    tee = options.tee if not options.host_rank else follow.NONE  # one host shows what one of all ranks writes
+    last = run.ranks_per_group - 1
+    tee = options.tee or (f"0,{last}" if options.megatron_lm and last else "0")  # Megatron logs losses at its last rank
+    tee = tee if not options.host_rank else follow.NONE  # one host shows what ranks of all hosts write
     with follow.shown(options.groups, options.run_dir, run.ranks_per_group, tee):
         return agent.run()
 
 
 def _tee(text: str) -> str:
-    if text not in ("all", "none") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank; give one, all or none")
+    if text not in ("all", "none") and not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank; give one or several as 0,3, all or none")
     return text
 
 

@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_job(options: argparse.Namespace) -> argparse.Namespace:
     """Parse the ``launch`` command of a job. Add ``words`` (its arguments) and ``settings`` (the configuration)."""
-    from megatron_ft.agent import job_restore
     from megatron_ft.launchers import host_place
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
@@ -59,8 +58,7 @@ def _of_job(options: argparse.Namespace) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron-ft launch")
     launch_command.options(parser)
     asked = parser.parse_args(command[1:])
-    run = job_restore.config(asked.config, asked.groups, asked.ranks_per_group, megatron=launch_command.megatron(asked))
-    asked.settings = host_place.with_store(asked, run)
+    asked.settings = host_place.with_store(asked, launch_command.settings(asked))
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
         raise LaunchError("Slurm provides the hosts; leave --hosts, --host-rank, --store, --hostfile and --job-id out")
     asked.words = command[1:]

@@ -146,11 +146,11 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
     return f"{_PREFIX}RUN_ID" in env
 
 
-def name_process(script: str) -> None:
+def name_process(name: str) -> None:
     """Name this process after its place in the run, for ``ps``; one that the launcher has not started keeps its name."""
     group, position = os.environ.get(f"{_PREFIX}GROUP"), os.environ.get(f"{_PREFIX}POSITION")
     if group is not None:
-        process_name.take(f"group {group} rank {position} {Path(script).name}", f"ft-g{group}-r{position}")
+        process_name.take(f"group {group} rank {position} {name}", f"ft-g{group}-r{position}")
 
 
 def seat(group: int, incarnation: int) -> str:

@@ -55,7 +55,7 @@ def meeting_options(hosts: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check what the options name. Returns the exit code; raises ``FTError``."""
     if options.deterministic is not None:
-        return deterministic.run(Script(options.deterministic, options.arguments, Path.cwd()), options.config)
+        return deterministic.run(Script([options.deterministic, *options.arguments], Path.cwd()), options.config)
     if options.arguments or options.config:
         raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
     if not options.factor > 1:

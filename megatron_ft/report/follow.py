@@ -25,7 +25,7 @@ _LINE_EVERY_S = 60.0
 _LAST_LINES = 12
 """Lines of its output that are shown of a rank that ended by itself."""
 NONE, ALL = "none", "all"
-"""Values of ``--tee`` beside the number of a rank."""
+"""Values of ``--tee`` beside numbers of ranks."""
 
 
 def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[list[dict[str, Any]]]:
@@ -45,8 +45,8 @@ def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[list[dict[str, An
 
 @contextlib.contextmanager
 def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE) -> Iterator[None]:
-    """Show the run's progress inside the block, and what the ranks that ``tee`` names write: the number of one, all or
-    none."""
+    """Show the run's progress inside the block, and what the ranks that ``tee`` names write: numbers with commas between
+    them, all or none."""
     done = threading.Event()
 
     def show() -> None:
@@ -74,12 +74,13 @@ class Outputs:
 
     def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
         self.run_dir, self._tee = run_dir, tee
-        self._own = None if tee in (NONE, ALL) else run_directory.log(run_dir, *divmod(int(tee), ranks_per_group))
+        ranks = [] if tee in (NONE, ALL) else [divmod(int(word), ranks_per_group) for word in tee.split(",")]
+        self._own = [run_directory.log(run_dir, *rank) for rank in dict.fromkeys(ranks)]
         self._read: dict[Path, NewLines] = {}
 
     def shows(self, log: Path) -> bool:
         """Return whether the lines of this log are shown as they come."""
-        return self._tee == ALL or log == self._own
+        return self._tee == ALL or log in self._own
 
     def new(self, last: bool = False) -> Iterator[str]:
         """Yield the lines that are complete now and were not at the last look; with all ranks, after a name of the rank.
@@ -88,10 +89,10 @@ class Outputs:
         """
         if self._tee == NONE:
             return
-        logs = sorted((self.run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
+        logs = self._own or sorted((self.run_dir / "logs").glob("g*.p*.log"))
         for log in logs:
             for line in self._read.setdefault(log, NewLines(log)).read(last):
-                yield line if self._own is not None else f"[{log.stem}] {line}"
+                yield line if self._own else f"[{log.stem}] {line}"
 
 
 class ProgressView:

@@ -251,9 +251,14 @@ def test_a_scheduler_that_needs_a_metric(tmp_path):
     one_line(said, "ReduceLROnPlateau", "give another scheduler")
 
 
-def test_groups_that_fail_alike_show_one_traceback_that_begins_in_the_script(tmp_path):
-    bad = script(tmp_path / "s.py", 'raise ValueError("too small")')
-    for tee in ("0", "none"):
-        shown = support.ft("launch", "--groups", 3, "--run-dir", tmp_path / tee, "--tee", tee, bad).stdout
-        assert shown.count("Traceback") == 1 and f'File "{bad}", line 1' in shown
-        assert "rank_bootstrap" not in shown and "runpy" not in shown
+@pytest.mark.parametrize("tee", ["0", "none"])
+def test_groups_that_fail_alike_show_one_traceback_that_begins_in_the_script(tee, tmp_path):
+    """Which may be a module, here in the working directory."""
+    script(tmp_path / "bad.py", "import sys\nraise ValueError(__name__, sys.argv[1:])")
+    what = ["bad.py"] if tee == "0" else ["-m", "bad"]
+    options = ("launch", "--groups", 3, "--run-dir", tmp_path / tee, "--tee", tee)
+    shown = support.Command(*options, *what, "--", "--steps", 3, cwd=tmp_path).finish().stdout
+    assert shown.count("Traceback") == 1 and 'bad.py", line 2' in shown
+    assert "rank_bootstrap" not in shown and "runpy" not in shown
+    fault = next(line for line in history.read(tmp_path / tee) if line["event"] == "fault")
+    assert fault["detail"] == f"{what[-1]} raised ValueError: ('__main__', ['--steps', '3']) (line 2)"

@@ -68,7 +68,7 @@ def test_a_command_that_other_users_may_change_is_refused(run_dir, mode, said):
 
 def test_a_run_lets_no_other_user_write_to_its_command_whatever_the_umask(run_dir):
     """Both that write that file: the agent, and what says where the control store has moved to."""
-    words, place = SimpleNamespace(script="train.py", arguments=[]), SimpleNamespace(job="only", hosts=1)
+    words, place = SimpleNamespace(command=["train.py"]), SimpleNamespace(job="only", hosts=1)
     hosts = SimpleNamespace(run_id="run", place=place, store_address="127.0.0.1:1", name=lambda: "here")
     run = {"_run_dir": run_dir, "_options": words, "_hosts": hosts, "_config": resolve({}, groups=2)}
     before = os.umask(0o002)

@@ -208,11 +208,11 @@ def test_status_of_no_run_says_so(tmp_path):
         status_command.Status(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", ["-1", "first", ""])
+@pytest.mark.parametrize("wrong", ["-1", "first", "", "0,", "0,all"])
 def test_a_wrong_tee_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "--groups", "1", "--run-dir", "x", f"--tee={wrong}", "train.py"])
-    assert "is no number of a rank; give one, all or none" in capsys.readouterr().err
+    assert "is no number of a rank; give one or several as 0,3, all or none" in capsys.readouterr().err
 
 
 def test_a_run_that_starts_again_has_live_groups_again():

@@ -103,7 +103,7 @@ NEEDED = ["--groups", "3", "--config", "ds.json", "--run-dir", "runs/a"]
 def test_each_option_of_launch_is_for_all_hosts_or_for_the_launcher_alone():
     """A new option of ``launch`` must be added to one of both."""
     options = [*NEEDED, "--ranks-per-group", "2", "--port", "7", "--resume", "never", "--overwrite", "--no-preload"]
-    options += ["--megatron", "--private", "--tee", "all"]
+    options += ["--megatron", "--private", "--tee", "all", "--module"]
     options += ["--failure-domains", "a,b,c", "--track", "tensorboard", "--preload", "x,y"]
     mine = ["--ssh", "--ssh-command", "ssh -F x", "--export", "A", "--hostfile", "hosts", "--spare-hosts", "1"]
     asked = parsed(*options, *mine, "train.py", "--", "--steps", "5", "two words", "")
@@ -114,7 +114,17 @@ def test_each_option_of_launch_is_for_all_hosts_or_for_the_launcher_alone():
     found_with_ssh = {"hosts", "host_rank", "store", "job_id", "address"}
     default = vars(parsed(*NEEDED, "train.py"))
     said = {name for name, value in vars(asked).items() if value != default[name]}
-    assert set(default) - said == found_with_ssh | {"command", "run", "groups", "config", "run_dir", "script"}
+    assert set(default) - said == found_with_ssh | {
+        "command",
+        "run",
+        "groups",
+        "config",
+        "run_dir",
+        "script",
+        "megatron_lm",
+    }
+    instead = parsed(*NEEDED, "--megatron-lm", "pretrain_gpt.py")
+    assert parsed(*launcher._common_arguments(instead, "embedded")).megatron_lm and "--tee" not in str(instead)
 
 
 @pytest.mark.parametrize(

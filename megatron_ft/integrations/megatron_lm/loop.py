@@ -10,7 +10,6 @@ the other groups.
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from bisect import bisect_right
@@ -35,8 +34,6 @@ from megatron_ft.types import given
 from megatron_ft.utils import shared_file
 from megatron_ft.worker.session import Session
 
-_log = logging.getLogger(__name__)
-
 _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 """Arguments that Megatron's loop passes on to its schedule."""
 _CARRIED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -57,9 +54,6 @@ def installed() -> Iterator[None]:
     changed = megatron_lm_arguments.changed(words)
     session = megatron_ft.init()
     session.init_distributed(changed.backend)
-    if session.rank == 0:
-        for note in changed.notes:
-            _log.warning(note)
     config = session.config
     batch = config.samples_per_microbatch * config.microbatches  # Megatron's default is that of a group
     sys.argv = [script, *changed.words, *(() if changed.has_batch else ("--global-batch-size", str(batch)))]

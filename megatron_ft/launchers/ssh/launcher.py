@@ -92,7 +92,7 @@ class SshLauncher(Port):
         self._hosts = {host.name: host for host in _hosts(options, run)}
         self._spares = options.spare_hosts
         self._working_directory = _working_directory()
-        self._files = [str(file) for file in (options.script, options.config) if file]
+        self._files = [str(file) for file in (None if options.module else options.script, options.config) if file]
         self._run_dir = Path(os.path.normpath(os.path.join(self._working_directory, options.run_dir)))
         self._environment = connection.environment(os.environ, options.export)
         self._ssh = connection.Connections(options.ssh_command, self._environment)
@@ -362,7 +362,8 @@ def _common_arguments(options: argparse.Namespace, store: str) -> list[str]:
     """Returns the arguments of ``launch`` that are equal on all hosts."""
     words = [f"--groups={options.groups}", f"--run-dir={options.run_dir}"]
     words += [f"--config={options.config}"] if options.config else []
-    words += [f"--port={options.port}", f"--resume={options.resume}", f"--store={store}", f"--tee={options.tee}"]
+    words += [f"--port={options.port}", f"--resume={options.resume}", f"--store={store}"]
+    words += [] if options.tee is None else [f"--tee={options.tee}"]
     if options.ranks_per_group is not None:
         words.append(f"--ranks-per-group={options.ranks_per_group}")
     for name in ("failure_domains", "track", "preload"):
@@ -370,7 +371,7 @@ def _common_arguments(options: argparse.Namespace, store: str) -> list[str]:
             words.append(f"--{name.replace('_', '-')}={','.join(getattr(options, name))}")
     words += [
         f"--{name.replace('_', '-')}"
-        for name in ("megatron", "overwrite", "private", "no_preload")
+        for name in ("megatron", "megatron_lm", "module", "overwrite", "private", "no_preload")
         if getattr(options, name)
     ]
     return [*words, "--", str(options.script), *options.arguments]
