@@ -59,8 +59,9 @@ _LISTS = ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_paralle
 _BUFFER = ("params", "gradient_scaling_factor", "data_parallel_group", "data_parallel_world_size")
 
 
-def check(names: tuple[str, ...] = NAMES) -> None:
-    """Import megatron-core. Raises ``EngineError`` if that fails, or if it lacks one of ``names``."""
+def check(names: tuple[str, ...] = NAMES, tested: str = TESTED) -> None:
+    """Import megatron-core. Raises ``EngineError`` if that fails, or if it lacks one of ``names``, which the versions
+    ``tested`` have."""
     try:
         importlib.import_module("megatron.core")
     except ImportError as error:
@@ -68,25 +69,26 @@ def check(names: tuple[str, ...] = NAMES) -> None:
         # Some versions need libraries that they do not name, such as triton, which only torch's builds for GPUs bring.
         remedy = f"pip install {missing}" if missing not in ("", "megatron") else extras.install("megatron")
         raise EngineError(f"megatron-core cannot be imported ({error}); run: {remedy}") from None
-    _refuse(torch_private.lacking(names))
+    refuse(torch_private.lacking(names), tested)
 
 
 def check_chunks(chunks: Sequence[Any]) -> None:
     """Raise ``EngineError`` if megatron-core's ``DistributedDataParallel`` lacks an attribute that its objects get."""
     kind = "DistributedDataParallel"
     # Each torch module has a method `buffers`, which Megatron's list hides.
-    _refuse(
+    refuse(
         [f"{kind}.{name}" for chunk in chunks for name in _LISTS if not isinstance(getattr(chunk, name, None), list)]
     )
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    _refuse([f"{kind}.buffers[].{name}" for buffer in buffers for name in _BUFFER if not hasattr(buffer, name)])
+    refuse([f"{kind}.buffers[].{name}" for buffer in buffers for name in _BUFFER if not hasattr(buffer, name)])
 
 
-def _refuse(lacking: Sequence[str]) -> None:
+def refuse(lacking: Sequence[str], tested: str = TESTED) -> None:
+    """Raise ``EngineError`` that names what this megatron-core lacks, if anything, and the versions ``tested``."""
     if lacking:
         import megatron.core
 
         raise EngineError(
             f"megatron-core {megatron.core.__version__} has no {', '.join(dict.fromkeys(lacking))}, which megatron_ft "
-            f"replaces or reads; install a megatron-core with which it was tested: {TESTED}"
+            f"replaces or reads; install a megatron-core with which it was tested: {tested}"
         )

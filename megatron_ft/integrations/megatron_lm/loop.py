@@ -57,7 +57,7 @@ def installed() -> Iterator[None]:
     config = session.config
     batch = config.samples_per_microbatch * config.microbatches  # Megatron's default is that of a group
     sys.argv = [script, *changed.words, *(() if changed.has_batch else ("--global-batch-size", str(batch)))]
-    loop = Loop(session, names.loop(), changed.checks_nan)
+    loop = Loop(session, *names.loop(), changed.checks_nan)
     loop.install()
     yield
     loop.finish()
@@ -66,8 +66,8 @@ def installed() -> Iterator[None]:
 class Loop:
     """One rank's part. Methods with the name of a function of Megatron-LM get that function as ``original``."""
 
-    def __init__(self, session: Session, module: Any, checks_nan: bool) -> None:
-        self._session, self._module, self._checks_nan = session, module, checks_nan
+    def __init__(self, session: Session, module: Any, values: Sequence[str], checks_nan: bool) -> None:
+        self._session, self._module, self._values, self._checks_nan = session, module, values, checks_nan
         self._made: list[Source] = []
         self._result: StepResult | None = None
         self._engine: Any = None
@@ -270,7 +270,8 @@ class Loop:
         skipped = int(not isfinite(result.gradient_norm))
         last = self._module.mpu.is_pipeline_last_stage(ignore_virtual=True)
         losses = {name: torch.tensor([value], device=self._device) for name, value in values.items()} if last else {}
-        return losses, skipped, False, False, 0, result.gradient_norm, None, 0
+        told = dict(zip(names.STEP, (losses, skipped, False, False, 0, result.gradient_norm, None, 0), strict=True))
+        return tuple(told[name] for name in self._values)
 
     @property
     def _device(self) -> Any:
