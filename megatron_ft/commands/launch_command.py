@@ -230,7 +230,8 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
     from megatron_ft.agent.node_agent import Agent, LaunchOptions
     from megatron_ft.report import follow, tracker
 
-    tracker.check_trackers(options.track)
+    track = (*options.track, *(tracker.asked_for(options.arguments) if options.megatron_lm else ()))
+    tracker.check_trackers(track)
     agent = Agent(
         LaunchOptions(
             config=run,
@@ -245,7 +246,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
             address=options.address,
             job_id=options.job_id,
             target=options.target,
-            track=options.track,
+            track=track,
             overwrite=options.overwrite,
             private=options.private,
             resume=options.resume,

@@ -39,6 +39,7 @@ CHANGED = {
     "--inprocess-restart": (0, _MASKED),
     "--log-max-attention-logit": (0, "it is not reported"),
     "--log-num-zeros-in-grad": (0, "it is not reported"),
+    "--log-progress": (0, "history.jsonl in the run directory has the progress of the job"),
     "--no-check-for-nan-in-loss-and-grad": (0, ""),
     "--optimizer-cuda-graph": (0, _GRAPHS),
     "--overlap-grad-reduce": (0, _STEP),
@@ -85,7 +86,7 @@ REFUSED = {
 }
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
 _BACKEND, _BATCH = "--distributed-backend", "--global-batch-size"
-_APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled")
+_APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--no-one-logger")
 
 
 @dataclass(frozen=True)

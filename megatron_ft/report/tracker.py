@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ft.errors import ConfigError, FTError
+from megatron_ft.integrations.megatron_lm.writers import ABOUT, MEGATRON_LM
 from megatron_ft.report.follow import looks
+from megatron_ft.runlog import history, run_directory
 from megatron_ft.runlog.run_state import RunState
 from megatron_ft.utils import extras, lifeline, process_name
 
 
 class Tracker(Protocol):
-    """Destination of scalars."""
+    """Destination of scalars of a step; with Megatron-LM's names, of what its loop has logged at a time."""
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def log(self, at: Any, values: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -67,8 +70,94 @@ class WandbTracker:
         self._run.finish()
 
 
-_TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
-"""By the name of the package that each of them needs."""
+class MegatronLMTensorBoard:
+    """Writes what Megatron-LM's loop has given its ``SummaryWriter`` to the directory of ``--tensorboard-dir``."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._writer: Any = None
+
+    def log(self, t: float, told: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            self._open(told["iteration"])
+        self._add(t, told)
+
+    def _open(self, iteration: int) -> None:
+        """Begin a new file with what earlier starts of the job have logged before ``iteration``, in place of their
+        files."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        about, job = _about(self._run_dir), _job(self._run_dir)
+        options = about["tensorboard"]
+        for old in Path(options["log_dir"]).glob(f"events.out.tfevents.*.{job}"):
+            old.unlink()
+        self._writer = SummaryWriter(**options, flush_secs=10, filename_suffix=f".{job}")
+        for name, text, step in about["texts"]:
+            self._writer.add_text(name, text, step)
+        for t, told in _earlier(self._run_dir, iteration):
+            self._add(t, told)
+
+    def _add(self, t: float, told: Mapping[str, Any]) -> None:
+        for x, values in told["tensorboard"]:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, x, walltime=t)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class MegatronLMWandb:
+    """Writes what Megatron-LM's loop has given wandb to the run that ``--wandb-project`` and ``--wandb-exp-name`` name."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._run: Any = None
+
+    def log(self, t: float, told: Mapping[str, Any]) -> None:
+        if self._run is None:
+            import wandb
+
+            options = _about(self._run_dir)["wandb"]
+            os.makedirs(options["dir"], exist_ok=True)
+            # A tracker that begins anew, and a job that goes on, have the same run, which takes no step twice.
+            self._run = wandb.init(**options, id=_job(self._run_dir), resume="allow")
+        for step, values in told["wandb"]:
+            self._run.log(values, step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _about(run_dir: Path) -> Mapping[str, Any]:
+    """Return what groups have written before their first values."""
+    return json.loads((run_dir / MEGATRON_LM / ABOUT).read_text(encoding="utf-8"))
+
+
+def _job(run_dir: Path) -> str:
+    """Return a name that all starts of a job have, and no other job."""
+    lines = chain.from_iterable(map(history.lines, run_directory.starts_of(run_dir)))
+    return next(line["run_id"] for line in lines if line["event"] == "start")
+
+
+def _earlier(run_dir: Path, iteration: int) -> list[tuple[float, Mapping[str, Any]]]:
+    """Return what earlier starts have logged before an iteration; of one that was made again, its last time."""
+    found: list[tuple[float, Mapping[str, Any]]] = []
+    for start in run_directory.starts_of(run_dir)[:-1]:
+        new = list(filter(None, map(of_megatron_lm, history.lines(start))))
+        begins = new[0][1]["iteration"] if new else sys.maxsize
+        found = [one for one in found if one[1]["iteration"] < begins] + new
+    return [one for one in found if one[1]["iteration"] < iteration]
+
+
+_TRACKERS = {
+    **{"tensorboard": TensorBoardTracker, "wandb": WandbTracker},
+    **{f"{MEGATRON_LM}.tensorboard": MegatronLMTensorBoard, f"{MEGATRON_LM}.wandb": MegatronLMWandb},
+}
+"""By the name of the package that each of them needs; those of Megatron-LM have what its loop logs."""
+_SWITCHES = {"--tensorboard-dir": f"{MEGATRON_LM}.tensorboard", "--wandb-project": f"{MEGATRON_LM}.wandb"}
+"""Arguments of Megatron-LM that ask for a tracker."""
 
 
 _OF_STEPS = ("loss", "duration_s", "gradient_norm", "learning_rate")
@@ -80,8 +169,21 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in _TRACKERS:
             raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"{name} is not installed; {extras.install('track')}")
+        package = name.rpartition(".")[2]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed; {extras.install('track')}")
+
+
+def asked_for(words: Sequence[str]) -> list[str]:
+    """Return the trackers for which arguments of Megatron-LM ask."""
+    names = {word.partition("=")[0] for word in words}
+    return [tracker for name, tracker in _SWITCHES.items() if name in names]
+
+
+def of_megatron_lm(event: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]] | None:
+    """Return the time and what Megatron-LM's loop has logged in a step, or None."""
+    told = event["values"].get(MEGATRON_LM) if event["event"] == "log" else None
+    return None if told is None else (event["t"], json.loads(told))
 
 
 def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, float]] | None:
@@ -126,9 +228,10 @@ def run(run_dir: Path, names: Iterable[str]) -> None:
         _guarded(name, trackers, lambda name=name: trackers.update({name: _TRACKERS[name](run_dir)}))
     for event in chain.from_iterable(looks(run_dir, lambda: state.over or os.getppid() != agent)):
         state.take(event)
-        found = scalars(event, state.failures)
-        for name, one in list(trackers.items()) if found else []:
-            _guarded(name, trackers, lambda one=one, found=found: one.log(*found))
+        found, told = scalars(event, state.failures), of_megatron_lm(event)
+        for name, one in list(trackers.items()):
+            if what := told if name.startswith(MEGATRON_LM) else found:
+                _guarded(name, trackers, lambda one=one, what=what: one.log(*what))
     for name, one in list(trackers.items()):
         _guarded(name, trackers, one.close)
 

@@ -33,7 +33,7 @@ _END_S = 2.0
 """Seconds in which the processes of a run whose agent was killed have to end."""
 _ALL = (
     *("config.json", "ranks.json", STORE, CLAIMS, RANKS, "history.jsonl", "timeline", "logs", "faults"),
-    *("tensorboard", "wandb"),
+    *("tensorboard", "wandb", "megatron_lm"),
 )
 
 

@@ -22,7 +22,7 @@ def run_dir(tmp_path):
 
 
 def test_an_unknown_tracker_is_refused():
-    with pytest.raises(ConfigError, match="'mlflow' is not known; known are: tensorboard, wandb"):
+    with pytest.raises(ConfigError, match="'mlflow' is not known; known are: tensorboard, wandb, megatron_lm"):
         tracker.check_trackers(["mlflow"])
 
 
@@ -115,6 +115,51 @@ def test_the_tracker_ends_when_its_agent_is_gone(run_dir, monkeypatch):
     monkeypatch.setattr(tracker, "_TRACKERS", {"tensorboard": Good})
     tracker.run(run_dir, ["tensorboard"])
     assert Good.logged[-2:] == [3, "closed"]
+
+
+def a_log(step: int, iteration: int, loss: float) -> dict[str, object]:
+    entries = [[iteration, {"lm loss": loss}], [16 * iteration, {"lm loss vs samples": loss}]]
+    told = {"iteration": iteration, "tensorboard": entries, "wandb": [[iteration, {"lm loss": loss}]]}
+    return {"step": step, "values": {"megatron_lm": json.dumps(told)}}
+
+
+def begin(run_dir: Path, logs: Path, run_id: str, *lines: dict[str, object]) -> None:
+    """Write the record of a start of a Megatron-LM job that writes to ``logs``."""
+    (run_dir / "megatron_lm").mkdir(parents=True, exist_ok=True)
+    about = {"texts": [["seed", "7", 0]], "tensorboard": {"log_dir": str(logs), "max_queue": 1}}
+    (run_dir / "megatron_lm" / "writers.json").write_text(json.dumps(about))
+    history.append(run_dir, "start", run_id=run_id)
+    for line in lines:
+        history.append(run_dir, "log", **line)
+    history.append(run_dir, "stop", reason="asked")
+
+
+def test_what_megatron_lm_logs_has_its_names_and_is_there_once_when_the_job_goes_on(tmp_path):
+    """The first start has logged iterations 5 to 7, and the second goes on from a checkpoint of iteration 6."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    run_dir, logs = tmp_path / "run", tmp_path / "logs"
+    logs.mkdir()
+    other = logs / "events.out.tfevents.1.host.1.0"
+    other.write_bytes(b"")
+    begin(run_dir, logs, "first", a_log(0, 5, 3.0), a_log(1, 6, 2.5), a_log(2, 7, 2.25))
+    run_tracker(run_dir, "megatron_lm.tensorboard")
+    (run_dir / "earlier" / "0001").mkdir(parents=True)
+    (run_dir / history.FILE).rename(run_dir / "earlier" / "0001" / history.FILE)
+    begin(run_dir, logs, "second", a_log(0, 7, 2.0), a_log(1, 8, 1.5))
+    run_tracker(run_dir, "megatron_lm.tensorboard")
+    assert other.exists()
+    events = accumulator.EventAccumulator(str(logs))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(5, 3.0), (6, 2.5), (7, 2.0), (8, 1.5)]
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [80, 96, 112, 128]
+    assert events.Tags()["scalars"] == ["lm loss", "lm loss vs samples"]
+    assert events.Tags()["tensors"] == ["seed/text_summary"]
+
+
+def test_arguments_of_megatron_lm_ask_for_trackers():
+    assert tracker.asked_for(["--tensorboard-dir", "logs"]) == ["megatron_lm.tensorboard"]
+    assert tracker.asked_for(["--lr", "1", "--wandb-project=p"]) == ["megatron_lm.wandb"]
+    assert tracker.asked_for(["--log-interval", "1"]) == []
 
 
 @pytest.mark.long

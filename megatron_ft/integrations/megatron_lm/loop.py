@@ -30,6 +30,7 @@ from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import ConfigError, EngineError
 from megatron_ft.integrations.megatron_lm import names
 from megatron_ft.integrations.megatron_lm.samples import Deal, Source
+from megatron_ft.integrations.megatron_lm.writers import Writers
 from megatron_ft.types import given
 from megatron_ft.utils import shared_file
 from megatron_ft.worker.session import Session
@@ -81,6 +82,7 @@ class Loop:
         """Replace the functions."""
         for name in names.REPLACED:
             setattr(self._module, name, partial(getattr(self, name), getattr(self._module, name)))
+        Writers(self._session).install(self._module)
 
     def finish(self) -> None:
         """Wait until all groups are at the end."""

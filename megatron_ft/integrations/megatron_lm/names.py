@@ -48,6 +48,10 @@ READ = (
 )
 WRITERS = "megatron.training.global_vars"
 REPLACED_WRITERS = ("_set_tensorboard_writer", "_set_wandb_writer")
+LOGGING = ("training_log", "evaluate_and_print_results")
+"""Functions of the loop's module that give the writers values."""
+ARTIFACTS = "megatron.training.wandb_utils"
+REPLACED_ARTIFACTS = ("on_save_checkpoint_success", "on_load_checkpoint_success")
 
 
 def loop() -> tuple[Any, tuple[str, ...]]:
@@ -63,8 +67,9 @@ def loop() -> tuple[Any, tuple[str, ...]]:
             f"{LOOP} cannot be imported ({error}); it is in megatron-core 0.18 and later, and in a checkout of Megatron-LM, "
             f"whose directory belongs into PYTHONPATH"
         ) from None
-    names = (f"{LOOP}.{name}" for name in (*REPLACED, *READ))
-    megatron_names.check((*names, *(f"{WRITERS}.{name}" for name in REPLACED_WRITERS)), TESTED)
+    names = (f"{LOOP}.{name}" for name in (*REPLACED, *LOGGING, *READ))
+    artifacts = (f"{ARTIFACTS}.{name}" for name in REPLACED_ARTIFACTS)
+    megatron_names.check((*names, *(f"{WRITERS}.{name}" for name in REPLACED_WRITERS), *artifacts), TESTED)
     nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
     called = {_called(node) for node in nodes}
     lacking = [f"call of {LOOP}.{name}" for name in REPLACED if name not in called]
