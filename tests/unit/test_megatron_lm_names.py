@@ -11,7 +11,7 @@ from megatron_ft.errors import EngineError
 from megatron_ft.integrations.megatron_lm import names
 from tests import support
 
-LOOP, WRITERS = "a_loop_of_megatron", "writers_of_megatron"
+LOOP, WRITERS, ARTIFACTS = "a_loop_of_megatron", "writers_of_megatron", "artifacts_of_megatron"
 STEP = f"({', '.join(names.STEP)}) = train_step()"
 
 
@@ -20,7 +20,7 @@ def _source() -> str:
     functions = [f"def {name}({', '.join((*begin, 'further=None'))}): pass" for name, begin in names.REPLACED.items()]
     calls = [f"    {name}()" for name in names.REPLACED if name != "train_step"]
     mpu = ["class mpu:", *(f"    {name[4:]} = None" for name in names.READ if name.startswith("mpu."))]
-    read = [f"{name} = None" for name in names.READ if "." not in name]
+    read = [f"{name} = None" for name in (*names.READ, "evaluate_and_print_results") if "." not in name]
     return "\n".join([*functions, *mpu, *read, "def loop():", *calls, f"    {STEP}", ""])
 
 
@@ -29,15 +29,17 @@ def looked_up(tmp_path, monkeypatch):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     monkeypatch.setattr(names, "LOOP", LOOP)
     monkeypatch.setattr(names, "WRITERS", WRITERS)
+    monkeypatch.setattr(names, "ARTIFACTS", ARTIFACTS)
     monkeypatch.syspath_prepend(tmp_path)
 
     def look_up(source: str) -> tuple[object, tuple[str, ...]]:
         (tmp_path / f"{LOOP}.py").write_text(source)
-        (tmp_path / f"{WRITERS}.py").write_text("".join(f"{name} = None\n" for name in names.REPLACED_WRITERS))
+        for module, has in ((WRITERS, names.REPLACED_WRITERS), (ARTIFACTS, names.REPLACED_ARTIFACTS)):
+            (tmp_path / f"{module}.py").write_text("".join(f"{name} = None\n" for name in has))
         return names.loop()
 
     yield look_up
-    for name in (LOOP, WRITERS):
+    for name in (LOOP, WRITERS, ARTIFACTS):
         sys.modules.pop(name, None)
 
 
