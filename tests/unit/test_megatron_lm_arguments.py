@@ -1,0 +1,100 @@
+"""What becomes of the arguments of an unchanged script of Megatron-LM."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft.config import megatron_arguments, megatron_lm_arguments, schema
+from megatron_ft.config.megatron_lm_arguments import CHANGED, REFUSED
+from megatron_ft.errors import ConfigError
+
+APPENDED = ["--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled"]
+
+
+def test_arguments_are_kept_in_their_order_with_their_values():
+    words = (
+        "--lr 1e-3 --data-path 0.7 a 0.3 b --bf16 --distributed-backend gloo --global-batch-size 16 --loss=-1".split()
+    )
+    found = megatron_lm_arguments.changed(words)
+    assert found.words == [*words, *APPENDED] and found.notes == []
+    assert (found.checks_nan, found.has_batch, found.backend) == (True, True, "gloo")
+    found = megatron_lm_arguments.changed([])
+    assert (found.words, found.checks_nan, found.has_batch, found.backend) == (APPENDED, True, False, None)
+
+
+def _values(count: int) -> list[str]:
+    return [str(number) for number in range(3 if count == -1 else count)]
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_what_is_changed_goes_with_its_values_and_says_why(name):
+    count, why = CHANGED[name]
+    for given in [[name, *_values(count)], *([[f"{name}=x"]] if count else [])]:
+        found = megatron_lm_arguments.changed(["--lr", "1", *given, "--bf16"])
+        assert found.words == ["--lr", "1", "--bf16", *APPENDED]
+        assert found.notes == ([f"{name} is left out: {why}"] if why else [])
+        assert found.checks_nan == (name != "--no-check-for-nan-in-loss-and-grad")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused_says_why_and_what_to_do(name):
+    count, allowed, why, remedy = REFUSED[name]
+    for given in [[name, *_values(count)], *([[f"{name}=x"]] if count else [])]:
+        with pytest.raises(ConfigError) as refused:
+            megatron_lm_arguments.changed(["--lr", "1", *given, "--bf16"])
+        words = " ".join(given).replace("=", " ")
+        assert str(refused.value) == f"{words} is not supported with --megatron-lm: {why}; {remedy}"
+    if allowed is not None:
+        assert megatron_lm_arguments.changed([name, *allowed]).words == [name, *allowed, *APPENDED]
+        assert megatron_lm_arguments.changed([f"{name}={allowed[0]}"]).words == [name, *allowed, *APPENDED]
+
+
+def _run(words: str, ranks: int | None = None, raw: dict | None = None, shards: int = 2) -> schema.RunConfig:
+    found = megatron_arguments.settings_of_script(raw or {}, words.split(), shards, ranks)
+    return schema.resolve(found, groups=shards, ranks_per_group=ranks, shards=shards)
+
+
+SIZES = {
+    "nothing": ("", None, (1, 1, 1, 1), 1),
+    "stages and slices": ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 4", None, (8, 2, 4, 1), 1),
+    "ranks for data parallelism": ("--tensor-model-parallel-size=2", 8, (8, 1, 2, 4), 4),
+    "experts": ("--expert-model-parallel-size 4", None, (4, 1, 1, 4), 4),
+    "context": ("--context-parallel-size 2", None, (2, 1, 1, 2), 1),
+    "context and data": ("--context-parallel-size 2", 8, (8, 1, 1, 8), 4),
+    "experts over a context": ("--context-parallel-size 2 --expert-model-parallel-size 4", None, (4, 1, 1, 4), 2),
+}
+"""Arguments and ranks of a group -> its ranks, stages, slices and inner shards, and data-parallel ranks."""
+
+
+@pytest.mark.parametrize("case", SIZES.values(), ids=SIZES)
+def test_sizes_of_a_group(case):
+    """The batch is counted in samples of a data-parallel rank, as Megatron does; without one it is one microbatch each."""
+    words, ranks, sizes, data = case
+    run = _run(f"{words} --micro-batch-size 3", ranks)
+    assert (run.ranks_per_group, run.stages, run.slices, run.inner_shards) == sizes
+    assert run.samples_per_microbatch == 3 * data and run.microbatches == 2
+    run = _run(f"{words} --micro-batch-size 3 --global-batch-size {3 * data * 8}", ranks)
+    assert (run.samples_per_microbatch, run.microbatches, run.microbatches_per_group) == (3 * data, 8, 4)
+
+
+def test_what_else_the_config_gets_from_arguments():
+    run = _run("--seed 5 --calculate-per-token-loss --clip-grad 0.5")
+    section = run.fault_tolerance
+    assert (section.seed, section.loss_reduction, run.gradient_clipping) == (5, "token", 0.5)
+    assert section.inner_shards_divide == "script" and _run("").gradient_clipping == 1.0
+
+
+CONTRADICTIONS = {
+    "--tensor-model-parallel-size 2 --context-parallel-size 2": (6, {}, "--ranks-per-group 6 is no multiple of 4"),
+    "--context-parallel-size 2": (None, {"fault_tolerance": {"inner_shards": 3}}, "inner_shards is 3 and --context"),
+    "--micro-batch-size 2 --global-batch-size 10": (None, {}, "train_batch_size"),
+    "--micro-batch-size two": (None, {}, "invalid int value"),
+    "--pipeline-model-parallel-size 2": (None, {"pipeline": {"stages": 4}}, "pipeline.stages"),
+}
+
+
+@pytest.mark.parametrize("words", CONTRADICTIONS)
+def test_contradictions_are_refused(words):
+    ranks, raw, message = CONTRADICTIONS[words]
+    with pytest.raises(ConfigError, match=message):
+        _run(words, ranks, raw)
