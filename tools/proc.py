@@ -18,6 +18,12 @@ def state(pid: int) -> str:
     return (_stat(pid) or "X")[0]
 
 
+def group(pid: int) -> int:
+    """Return the number of a process's group; 0 when there is none."""
+    stat = _stat(pid)
+    return int(stat[2]) if stat else 0
+
+
 def program(pid: int) -> str:
     """Return the name of the program file of a process; empty when that cannot be read."""
     try:

@@ -74,7 +74,7 @@ class LocalRanks:
     def ended(self) -> Iterator[Rank]:
         """Yield each rank whose process has ended since the last call."""
         for rank in self.living():
-            if rank.process.poll() is not None:
+            if rank.poll() is not None:
                 rank.ended = steady_clock.now()
                 self._living.remove(rank)
                 yield rank
@@ -105,12 +105,12 @@ class LocalRanks:
         """End every rank, in whatever state the agent is."""
         living, deadline = self.living(), time.monotonic() + _KILLED_S
         for rank in living:
-            rank.process.kill()
+            rank.kill()
         for rank in living:
-            while rank.process.poll() is None and time.monotonic() < deadline:
+            while rank.poll() is None and time.monotonic() < deadline:
                 time.sleep(_KILLED_LOOK_S)
             rank.ended = steady_clock.now()
-            if rank.process.poll() is None:
+            if rank.poll() is None:
                 where = f"rank {rank.position} of group {rank.group} (pid {rank.process.pid})"
                 say(f"{where} was killed and has not ended within {_KILLED_S:g} s: it is inside the kernel (state D)")
         self.write()

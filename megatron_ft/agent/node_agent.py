@@ -431,7 +431,8 @@ class Agent:
             self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._ranks.living():
-            rank.process.send_signal(signal.SIGINT)  # SIGTERM would ask a group to leave in order
+            if rank.poll() is None:
+                rank.process.send_signal(signal.SIGINT)  # SIGTERM would ask a group to leave in order
         return _GRACE_S
 
     def _say_closing(self) -> None:

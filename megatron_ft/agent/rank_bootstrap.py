@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import runpy
 import signal
@@ -22,7 +23,10 @@ from megatron_ft.agent import forkserver
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.config import rank_command, rank_env
 from megatron_ft.errors import FTError
-from megatron_ft.utils import lifeline, vital_thread
+from megatron_ft.utils import lifeline, process_name, vital_thread
+
+_RANK_ENDED = signal.SIGRTMAX - 3
+"""A signal that nothing else sends."""
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
         forkserver.serve(sys.argv[2:])  # only forked ranks return from here
     agent = os.environ.get(AGENT_VARIABLE)
     lifeline.end_with(int(agent) if agent else None)  # an orphan would train on without an agent to report its death
+    _end_descendants_too()
     sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)
     # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -47,6 +52,10 @@ def _run(command: list[str]) -> int:
     """Run the command. This is the outermost loop of a rank, so it converts every exception."""
     try:
         _execute(command)
+        for child in multiprocessing.active_children():
+            if not child.daemon:
+                # no limit: the script's own process, which writes the final model, say; Python waits for it as well
+                child.join()
     except FTError as error:
         print(f"megatron_ft: {error}", file=sys.stderr)
         vital_thread.leave_error(str(error))
@@ -65,6 +74,25 @@ def _run(command: list[str]) -> int:
         vital_thread.leave_error(what, getattr(error, "microbatch", None))
         return 1
     return 0
+
+
+def _end_descendants_too() -> None:
+    """Start a process that ends this one's group when this one has ended. The agent does the same for a rank that ends; here
+    the agent may be the one that was killed."""
+    rank = os.getpid()
+    if os.fork():
+        return
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # some managers of clusters signal every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [_RANK_ENDED])
+    process_name.take(f"ends what rank process {rank} has started", "ft-ends")
+    lifeline.end_with(rank, _RANK_ENDED)
+    signal.sigwait([_RANK_ENDED])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _execute(command: list[str]) -> None:

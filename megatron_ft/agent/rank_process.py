@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,21 @@ class Rank:
 
     def kill(self) -> None:
         self.killed = True
-        self.process.kill()
+        if self.poll() is None:
+            self.process.kill()
+            _kill_group(self.process.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the process lives. What it has started, in its process group, ends with it.
+
+        The group gets its signal before the process is waited for: until then its number cannot be that of others.
+        """
+        if self.process.returncode is None:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return None
+            _kill_group(self.process.pid)
+        return self.process.poll()
 
     def listed(self, host: str) -> dict[str, Any]:
         """Return the rank's entry in ``ranks.json``."""
@@ -85,6 +100,11 @@ class Rank:
             "start": self.start,
             "started": round(self.started, 6),
         }
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(OSError):  # none of its processes is left, or it has just been forked and has no group yet
+        os.killpg(leader, signal.SIGKILL)
 
 
 class Starter:

@@ -146,7 +146,8 @@ def run(options: argparse.Namespace) -> int:
         from megatron_ft.launchers.ssh import launcher
         from megatron_ft.report import follow
 
-        return launcher.launch(options, run, lambda: follow.shown(options.groups, options.run_dir))
+        shown = (options.groups, options.run_dir, run.ranks_per_group, _teed(options, run))
+        return launcher.launch(options, run, lambda: follow.shown(*shown))
     if options.hostfile is not None:
         found = host_place.from_hostfile(options, run.fault_tolerance.store == EMBEDDED, options.job_id is not None)
         hostfile.check(options.hostfile, found, run, options.spare_hosts)
@@ -253,11 +254,15 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
-    last = run.ranks_per_group - 1
-    tee = options.tee or (f"0,{last}" if options.megatron_lm and last else "0")  # Megatron logs losses at its last rank
-    tee = tee if not options.host_rank else follow.NONE  # one host shows what ranks of all hosts write
+    tee = _teed(options, run) if not options.host_rank else follow.NONE  # one host shows what ranks of all hosts write
     with follow.shown(options.groups, options.run_dir, run.ranks_per_group, tee):
         return agent.run()
+
+
+def _teed(options: argparse.Namespace, run: RunConfig) -> str:
+    """Return the value of ``--tee``. Megatron-LM logs losses at its last rank, all other lines at its first."""
+    last = run.ranks_per_group - 1
+    return options.tee or (f"0,{last}" if options.megatron_lm and last else "0")
 
 
 def _tee(text: str) -> str:

@@ -21,6 +21,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failures-per-node", type=int, default=3, metavar="N", help="drain a node after N ended agents (default: 3)"
     )
+    parser.add_argument(
+        "--srun-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="give srun this option, too, for each agent's step; may be repeated (--srun-option=--container-image=IMAGE)",
+    )
     parser.add_argument("--second", action="store_true", help="wait until the first supervisor is lost (internal)")
     parser.add_argument("--array", action="store_true", help="run as an element of an array job, which has one node")
     parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those for hosts")
@@ -44,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         run.fault_tolerance, per_node=options.failures_per_node, stop_before_s=options.stop_before_s
     )
     return supervisor.Supervisor(
-        asked.words, run, asked.run_dir.resolve(), asked.spare_hosts, limits, options.second
+        asked.words, run, asked.run_dir.resolve(), asked.spare_hosts, limits, options.second, options.srun_option
     ).run()
 
 

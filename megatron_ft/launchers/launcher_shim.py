@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_ft.config import launch_environment, parallelism
+from megatron_ft.config import launch_environment, megatron_arguments, parallelism
 from megatron_ft.config import schema as config_module
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers import detect
@@ -76,10 +77,13 @@ _OF_LAUNCHERS = ("CROSS_RANK", "LOCAL_SIZE", "TORCHELASTIC_RUN_ID", "WORLD_SIZE"
 
 def command(found: Found, options: argparse.Namespace) -> list[str]:
     """Returns the arguments of ``megatron-ft`` on this host. Raises ``FTError``."""
-    config = options.config or _config_of(options.arguments)
-    if config is None:
+    config, asked = options.config or _config_of(options.arguments), options.ranks_per_group
+    if config is None and not options.megatron_lm:
         raise LaunchError("the config is missing; give --config before the script, or --deepspeed_config after it")
-    per_group = parallelism.ranks_per_group(config_module.read(config), options.ranks_per_group)
+    raw = config_module.read(config and Path(config))
+    if options.megatron_lm:
+        raw = megatron_arguments.settings_of_script(raw, options.arguments, 1, asked)
+    per_group = parallelism.ranks_per_group(raw, asked)
     whole_groups, whole_hosts = found.local % per_group == 0, per_group % found.local == 0
     if found.ranks % per_group or not (whole_groups or whole_hosts):
         raise LaunchError(
@@ -91,10 +95,10 @@ def command(found: Found, options: argparse.Namespace) -> list[str]:
         "launch",
         *("--groups", found.ranks // per_group),
         *("--ranks-per-group", per_group),
-        *("--config", config),
+        *(("--config", config) if config else ()),
         *("--run-dir", options.run_dir),
         *(several if found.hosts > 1 else ("--hosts", 1)),  # explicit: no detection of a launcher
-        *(["--overwrite"] if options.overwrite else ()),
+        *(f"--{name.replace('_', '-')}" for name in ("overwrite", "megatron_lm", "module") if getattr(options, name)),
         options.script,
         "--",
         *options.arguments,
@@ -121,6 +125,8 @@ def main() -> int:
     parser.add_argument("--run-dir", required=True, metavar="DIR", help="directory for the run record")
     parser.add_argument("--config", metavar="JSON", help="configuration (default: the script's --deepspeed_config)")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in the run directory")
+    parser.add_argument("--megatron-lm", action="store_true", help="the script is one of Megatron-LM, unchanged")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args()

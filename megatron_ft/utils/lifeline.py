@@ -12,7 +12,7 @@ SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
-def end_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
+def end_with(parent: int | None, number: int = signal.SIGKILL) -> None:
     """Make this process a part of its parent's: the kernel sends it a signal when its parent ends, and it ignores
     :data:`SAVE_SIGNALS`, which are for the launcher.
 

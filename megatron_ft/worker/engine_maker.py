@@ -147,6 +147,8 @@ class EngineMaker:
                 f'fault_tolerance.inner_shards_divide is "{divide}", which session.megatron does not support; leave it out, '
                 f"and use Megatron's sequence_parallel"
             )
+        if reads is None and self._config.groups > 1:
+            _refuse_save()
         own = {"layout": self._layout, "samples": self._config.samples_per_microbatch, **self.settings(shared=False)}
         own |= {"reads": reads, **options}
         with self._making():
@@ -165,6 +167,17 @@ def _refuse_metric(scheduler: Any, caller: str) -> None:
         raise ConfigError(
             f"{caller}: the session steps the scheduler after each step, without the metric that ReduceLROnPlateau needs; "
             f"give another scheduler, or none and set the learning rate of the optimizer's param_groups in the script"
+        )
+
+
+def _refuse_save() -> None:
+    """Raise ``ConfigError`` if Megatron-LM's own functions, with the arguments of a script, would save checkpoints."""
+    found = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if save := getattr(found, "save", None):
+        raise ConfigError(
+            f"--save {save}: each group is a world of its own to Megatron-LM, and all of them would write the same files "
+            f"there; start Megatron-LM's own script with launch --megatron-lm, or leave --save out and set "
+            f"fault_tolerance.checkpoint.directory"
         )
 
 

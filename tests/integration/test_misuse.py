@@ -208,23 +208,48 @@ def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
     assert not living_ranks(run.process.pid)
 
 
+PARENT = """
+import multiprocessing, subprocess, time
+
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+subprocess.Popen(["sh", "-c", "sleep 1000 & wait"])
+"""
+
+
+def started_by(rank: int) -> list[int]:
+    """Return the processes that a rank has started, and those that they have started."""
+    return [pid for pid in proc.pids() if pid != rank and proc.group(pid) == rank]
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_signal_to_the_agent_ends_every_rank(tmp_path, data_dir, number):
-    run = support.start(tmp_path / "run", data_dir, steps=100_000)
+    """And what they have started, as it does that of a rank that was killed before."""
+    parent = support.changed_script(tmp_path / "parent.py", PARENT)
+    run = support.start(tmp_path / "run", data_dir, steps=100_000, script=parent)
     support.wait_for_step(run, 2)
     assert len(living_ranks(run.process.pid)) >= support.GROUPS
+    ranks = {rank["group"]: rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())}
+    assert all(len(started_by(rank)) >= 3 for rank in ranks.values())
+    os.kill(ranks[3], signal.SIGKILL)
+    support.wait_for(lambda: run.events("fault"), run)
+    assert not started_by(ranks[3]) and len(started_by(ranks[2])) >= 3
+    support.wait_for(lambda: run.events("step")[-1]["live"] == [0, 1, 2], run)
     run.process.send_signal(number)
     said = run.finish()
     assert run.process.returncode == 128 + number, said
     assert f"stopped by {number.name} after step" in said
-    assert not run.events("fault") and not run.events("leave")
-    assert not living_ranks(run.process.pid)
+    assert len(run.events("fault")) == 1 and not run.events("leave")
+    assert not living_ranks(run.process.pid) and not any(map(started_by, ranks.values()))
 
 
 def test_no_rank_survives_its_agent(tmp_path, data_dir):
-    run = support.start(tmp_path / "run", data_dir, steps=100_000)
+    """Nor what it has started."""
+    parent = support.changed_script(tmp_path / "parent.py", PARENT)
+    run = support.start(tmp_path / "run", data_dir, steps=100_000, script=parent)
     support.wait_for_step(run, 2)
     pids = [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
+    pids += [pid for rank in pids for pid in started_by(rank)]
+    assert len(pids) >= 4 * support.GROUPS
     watches = [os.pidfd_open(pid) for pid in pids]
     run.process.kill()
     run.process.wait()

@@ -41,6 +41,7 @@ def configs(tmp_path, monkeypatch):
 
 def options(**changes) -> argparse.Namespace:
     known = {"ranks_per_group": 2, "run_dir": "runs/a", "config": None, "overwrite": False, "script": "train.py"}
+    known |= {"megatron_lm": False, "module": False}
     return argparse.Namespace(**{**known, "arguments": ["--deepspeed_config", "ds.json", "--steps", "3"], **changes})
 
 
@@ -62,6 +63,15 @@ def test_torchrun_on_one_host_leaves_its_port_alone():
     assert words[words.index("--hosts") + 1] == "1" and "--store" not in words and "--overwrite" in words
     assert words[words.index("--config") + 1] == "x.json"
     assert words[1:5] == ["--groups", "1", "--ranks-per-group", "4"], "the config says how a group is split"
+
+
+def test_an_unchanged_script_of_megatron_lm_needs_no_config():
+    own = ["--tensor-model-parallel-size", "2", "--global-batch-size", "16"]
+    words = launcher_shim.command(
+        launcher_shim.find(TORCHRUN), options(arguments=own, megatron_lm=True, ranks_per_group=None)
+    )
+    assert words[1:5] == ["--groups", "2", "--ranks-per-group", "2"] and "--config" not in words
+    assert words[words.index("--megatron-lm") :] == ["--megatron-lm", "train.py", "--", *own]
 
 
 def test_a_group_may_have_ranks_on_several_hosts():

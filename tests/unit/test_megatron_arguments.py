@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_ft.config import megatron_arguments, schema
 from megatron_ft.errors import ConfigError
+from megatron_ft.worker import engine_maker
 
 WORDS = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --hidden-size 128 "
@@ -57,3 +61,12 @@ def test_an_argument_that_contradicts_the_config_is_refused(words, said):
     if "--tensor" not in words:  # which the file leaves open
         with pytest.raises(ConfigError, match=said):
             megatron_arguments.settings(raw, words.split(), 3)
+
+
+def test_a_script_that_saves_by_megatrons_own_functions_is_refused(monkeypatch):
+    """Without --megatron-lm, every group would write the same files."""
+    engine_maker._refuse_save()
+    parsed = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(save="/shared/gpt"))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", parsed)
+    with pytest.raises(ConfigError, match=r"^--save /shared/gpt: .* launch --megatron-lm"):
+        engine_maker._refuse_save()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
 
 from megatron_ft import cli
+from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.config import rank_command
 from megatron_ft.errors import LaunchError
+from tests import support
 
 
 @pytest.fixture
@@ -66,3 +70,25 @@ def test_what_excludes_an_unchanged_script(more, said, capsys):
     except SystemExit as refused:
         assert refused.code == 2
     assert said in capsys.readouterr().err
+
+
+UPLOADS = """
+import multiprocessing
+from pathlib import Path
+
+
+def upload():
+    Path("model").write_text(str(sum(range(10_000_000))))
+
+
+multiprocessing.get_context("fork").Process(target=upload).start()
+"""
+
+
+def test_a_rank_that_ends_well_waits_for_what_its_script_has_not_waited_for(tmp_path):
+    """As Python does; what is left then ends with the rank."""
+    (tmp_path / "train.py").write_text(UPLOADS)
+    env = {name: value for name, value in os.environ.items() if name != AGENT_VARIABLE}
+    command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=support.TIMEOUT_S, start_new_session=True)
+    assert done.returncode == 0 and (tmp_path / "model").read_text() == "49999995000000"

@@ -57,7 +57,8 @@ def test_variables_of_the_batch_shell_are_not_passed_to_its_steps(monkeypatch):
     for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_CONF"):
         monkeypatch.setenv(name, "1")
     commands.start_step(
-        commands.Job("5", 0, ("n1",), "n1"), "n1", "mft/0/n1/0", ["true"], commands.Path("/runs/100%.log")
+        *(commands.Job("5", 0, ("n1",), "n1"), "n1", "mft/0/n1/0", ["true"], commands.Path("/runs/100%.log")),
+        ["--container-image=a.sqsh"],
     )
     left = {name for name in asked["env"] if name.startswith("SLURM")}
     assert {"SLURM_JOB_ID", "SLURM_CONF"} <= left and not left & {
@@ -65,7 +66,8 @@ def test_variables_of_the_batch_shell_are_not_passed_to_its_steps(monkeypatch):
         "SLURM_NTASKS_PER_NODE",
         "SLURM_STEP_ID",
     }
-    assert "--output=/runs/100%%.log.%N" in asked["command"] and asked["command"][-1] == "true"
+    assert "--output=/runs/100%%.log.%N" in asked["command"]
+    assert asked["command"][-2:] == ["--container-image=a.sqsh", "true"]
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n2"}

@@ -28,7 +28,7 @@ class Slurm:
         self.steps: dict[str, subprocess.Popen] = {}
         self.cancelled: list[str] = []
 
-    def start(self, job, node, name, command, log) -> subprocess.Popen:
+    def start(self, job, node, name, command, log, more=()) -> subprocess.Popen:
         code = f"import sys; sys.stdin.read(); sys.exit({WIPED_OUT})"
         self.steps[name] = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         return self.steps[name]

@@ -117,8 +117,10 @@ def ending(job_id: str) -> bool:
     return state in ("COMPLETING", "CANCELLED", "TIMEOUT")
 
 
-def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Path) -> subprocess.Popen:
-    """Starts a step of one task on a node, beside the steps that run there. Returns its srun.
+def start_step(
+    job_: Job, node: str, name: str, command: Sequence[str], log: Path, more: Sequence[str] = ()
+) -> subprocess.Popen:
+    """Starts a step of one task on a node, beside the steps that run there, with ``more`` options of srun. Returns its srun.
 
     The node itself writes the output to ``log``, so the step does not depend on the srun.
     """
@@ -137,6 +139,7 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
         "--open-mode=append",
         # The node opens a file whose name has a pattern; srun would open another one, and the output would end with srun.
         f"--output={str(log).replace('%', '%%')}.%N",
+        *more,
     ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_NOT_FOR_STEPS)}
     # In its own process group: a closed terminal sends SIGHUP to the foreground group, and srun would kill its step. The

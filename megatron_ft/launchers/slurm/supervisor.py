@@ -60,8 +60,8 @@ class _Step:
 
 class Supervisor(Port):
     """One supervisor. ``launch``: arguments of ``megatron-ft launch``, which contain ``run``, ``run_dir`` and ``spares``.
-    ``waits``: it is the second supervisor, which waits until the first is lost. Raises ``LaunchError`` outside of a Slurm
-    job, or with too few nodes."""
+    ``waits``: it is the second supervisor, which waits until the first is lost. ``srun``: further options of srun, for the
+    agents' steps. Raises ``LaunchError`` outside of a Slurm job, or with too few nodes."""
 
     look_s, stop_hint, off_duty = 0.5, "", False
 
@@ -73,10 +73,11 @@ class Supervisor(Port):
         spares: int,
         limits: supervisor_policy.Limits,
         waits: bool = False,
+        srun: Sequence[str] = (),
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._launch, self._run, self._run_dir = launch, run, run_dir
-        self._spares, self._limits, self._waits = spares, limits, waits
+        self._spares, self._limits, self._waits, self._srun = spares, limits, waits, srun
         self._slurm = commands.job(environ)
         here, nodes = self._slurm.here, self._slurm.nodes
         self._nodes = [*(node for node in nodes if node != here), here]
@@ -158,6 +159,7 @@ class Supervisor(Port):
         if others:
             own = ["--stop-before-s", str(self._limits.stop_before_s)]
             own += ["--failures-per-node", str(self._limits.per_node), "--second"]
+            own += [f"--srun-option={option}" for option in self._srun]
             self._seconds += 1
             self._second = f"mft-second/{os.getpid()}/{self._seconds}"
             self._start_step(others[-1], self._second, ["supervise", *own, "launch", *self._launch])
@@ -269,7 +271,7 @@ class Supervisor(Port):
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             srun = commands.start_step(
-                self._slurm, node, name, [sys.executable, "-m", "megatron_ft.cli", *command], log
+                self._slurm, node, name, [sys.executable, "-m", "megatron_ft.cli", *command], log, self._srun
             )
         except OSError as error:
             say(f"no agent on {node}: {error}")
