@@ -29,6 +29,9 @@ class StepRecord:
 
     def adopt(self, view: View) -> None:
         """Record a view with this group, whose lowest group writes the record."""
+        # The lowest group may have just come, and have none of the lines that a lost writer has left out.
+        if self._group == min(set(view.live) - set(view.joined), default=None):
+            self._history.set_writer(True)
         self._history.set_writer(self._group == min(view.live))
         self._history.record("view", **view.to_json())
 
