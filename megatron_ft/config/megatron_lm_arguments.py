@@ -17,6 +17,9 @@ _STEP = "gradients are summed over the groups when a step is committed"
 _ENDS = "SIGTERM makes a group leave in order, and `megatron-ft stop` ends the run"
 _MASKED = "the run itself masks failures and judges ranks that hang"
 _GRAPHS = "passes are made one by one"
+_INJECTED = "`megatron-ft inject` injects faults"
+_FILES = "the ranks of all groups would write the same files"
+_MICROBATCHES = "groups compute different microbatches"
 CHANGED = {
     "--align-grad-reduce": (0, _STEP),
     "--async-save": (0, "a checkpoint is saved before the next iteration begins"),
@@ -32,26 +35,36 @@ CHANGED = {
     "--delay-wgrad-compute": (0, "gradients are complete when a backward pass ends"),
     "--enable-cuda-graph": (0, _GRAPHS),
     "--enable-ft-package": (0, _MASKED),
+    "--error-injection-rate": (1, _INJECTED),
+    "--error-injection-type": (1, _INJECTED),
     "--exit-signal": (1, _ENDS),
     "--exit-signal-handler": (0, _ENDS),
+    "--exit-signal-handler-for-dataloader": (0, _ENDS),
     "--exit-signal-handler-for-training": (0, _ENDS),
     "--external-cuda-graph": (0, _GRAPHS),
     "--inprocess-restart": (0, _MASKED),
+    "--log-energy": (0, "it would be that of one group"),
     "--log-max-attention-logit": (0, "it is not reported"),
     "--log-num-zeros-in-grad": (0, "it is not reported"),
     "--log-progress": (0, "history.jsonl in the run directory has the progress of the job"),
+    "--log-straggler": (0, "the run itself finds slow groups: detector.straggler_factor in the config"),
     "--no-check-for-nan-in-loss-and-grad": (0, ""),
+    "--num-workers": (1, "each rank reads its samples ahead in a thread"),
     "--optimizer-cuda-graph": (0, _GRAPHS),
     "--overlap-grad-reduce": (0, _STEP),
     "--overlap-moe-expert-parallel-comm": (0, "passes are made one after the other"),
     "--overlap-param-gather": (0, "parameters are gathered when a step is committed"),
     "--overlap-param-gather-with-optimizer-step": (0, "parameters are gathered when a step is committed"),
+    "--record-memory-history": (0, _FILES),
     "--rerun-mode": (
         1,
         "a step is computed by all groups; verify in the config finds steps that were computed wrongly",
     ),
+    "--result-rejected-tracker-filename": (1, "verify in the config finds steps that were computed wrongly"),
     "--reuse-grad-buf-for-mxfp8-param-ag": (0, "gradients have memory of their own"),
+    "--run-workload-inspector-server": (0, "ranks of several groups would ask for the same port"),
     "--use-persistent-ckpt-worker": (0, "see --async-save"),
+    "--use-pytorch-profiler": (0, _FILES),
 }
 """Argument -> number of its values, and why it is left out; without a reason it says nothing."""
 REFUSED = {
@@ -60,9 +73,26 @@ REFUSED = {
     "--data-parallel-sharding-strategy": (1, None, "it belongs to FSDP", "use --use-distributed-optimizer"),
     "--dataloader-type": (1, ("single",), "ranks end an epoch at different times, or read by themselves", "use single"),
     "--decrease-batch-size-if-needed": (0, None, "a batch keeps its size", "leave it out"),
+    "--fake-process-group": (0, None, "nothing would be summed", "leave it out"),
+    "--fault-injector-num-ranks": (1, None, "all groups would fail at once", "use `megatron-ft inject`"),
+    "--fault-injector-ranks": (1, None, "all groups would fail at once", "use `megatron-ft inject`"),
     "--fp16": (0, None, "every group would have a loss scale of its own", "use --bf16"),
+    "--freeze-all-layers": (0, None, "nothing is trained", "run it without megatron-ft"),
     "--full-validation": (0, None, "groups share a fixed number of iterations", "set --eval-iters"),
     "--hybrid-context-parallel": (0, None, "its batches depend on the rank", "use --context-parallel-size"),
+    "--logits-load-dir": (
+        1,
+        None,
+        "files belong to a data-parallel rank of the whole job",
+        "run it without megatron-ft",
+    ),
+    "--logits-save-dir": (
+        1,
+        None,
+        "files belong to a data-parallel rank of the whole job",
+        "run it without megatron-ft",
+    ),
+    "--moe-routing-trace-path": (1, None, _MICROBATCHES, "leave it out"),
     "--moe-use-upcycling": (0, None, "a conversion is no training", "run it without megatron-ft first"),
     "--non-persistent-ckpt-type": (1, None, "it needs all ranks of the job", "set checkpoint.directory in the config"),
     "--non-persistent-save-interval": (
@@ -75,13 +105,17 @@ REFUSED = {
     "--perform-rl-step": (0, None, "rollouts differ between groups", "leave it out"),
     "--phase-transition-iterations": (_ALL, None, "data begin anew at each", "start a run for each phase"),
     "--qk-clip": (0, None, "it changes weights after the optimizer's step", "leave it out"),
-    "--save-activations-interval": (1, None, "groups compute different microbatches", "leave it out"),
-    "--save-dgrads-interval": (1, None, "groups compute different microbatches", "leave it out"),
-    "--save-wgrads-interval": (1, None, "groups compute different microbatches", "leave it out"),
+    "--save-activations-interval": (1, None, _MICROBATCHES, "leave it out"),
+    "--save-dgrads-interval": (1, None, _MICROBATCHES, "leave it out"),
+    "--save-params-interval": (1, None, "each group would write them", "use --save-interval"),
+    "--save-tokens-per-expert-interval": (1, None, _MICROBATCHES, "leave it out"),
+    "--save-wgrads-interval": (1, None, _MICROBATCHES, "leave it out"),
     "--skip-train": (0, None, "nothing is trained", "run it without megatron-ft"),
     "--use-custom-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
     "--use-megatron-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
+    "--use-mp-args-from-checkpoint-args": (0, None, "sizes are read from the arguments", "give them as arguments"),
     "--use-torch-fsdp2": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
+    "--use-tp-pp-dp-mapping": (0, None, "pipeline stages are the outermost division of a group", "leave it out"),
     "--yaml-cfg": (1, None, "it replaces the arguments of which sizes are read", "give arguments"),
 }
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""

@@ -22,7 +22,7 @@ BUDGETS = {
     "runlog": 1760,
     "utils": 1420,
     "faults": 1360,
-    "config": 1570,
+    "config": 1600,
     "planning": 1170,
     "qualify": 1210,
     "checkpoint": 1210,

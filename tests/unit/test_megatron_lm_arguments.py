@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_ft.config import megatron_arguments, megatron_lm_arguments, schema
 from megatron_ft.config.megatron_lm_arguments import CHANGED, REFUSED
 from megatron_ft.errors import ConfigError
 
-APPENDED = ["--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled"]
+APPENDED = megatron_lm_arguments.changed([]).words
 
 
 def test_arguments_are_kept_in_their_order_with_their_values():
@@ -19,7 +21,8 @@ def test_arguments_are_kept_in_their_order_with_their_values():
     assert found.words == [*words, *APPENDED] and found.notes == []
     assert (found.checks_nan, found.has_batch, found.backend) == (True, True, "gloo")
     found = megatron_lm_arguments.changed([])
-    assert (found.words, found.checks_nan, found.has_batch, found.backend) == (APPENDED, True, False, None)
+    assert found.words == [*"--no-check-for-nan-in-loss-and-grad --rerun-mode disabled --no-one-logger".split()]
+    assert (found.checks_nan, found.has_batch, found.backend) == (True, False, None)
 
 
 def _values(count: int) -> list[str]:
@@ -98,3 +101,12 @@ def test_contradictions_are_refused(words):
     ranks, raw, message = CONTRADICTIONS[words]
     with pytest.raises(ConfigError, match=message):
         _run(words, ranks, raw)
+
+
+def test_the_page_has_each_argument_that_is_changed_or_refused():
+    page = (Path(__file__).parents[2] / "docs" / "megatron-lm.md").read_text()
+    for name, (_, why) in CHANGED.items():
+        assert f"| `{name}` | {why} |" in page if why else f"`{name}`" in page
+    for name, (_, allowed, why, remedy) in REFUSED.items():
+        but = f" (but {', '.join(allowed)})" if allowed else ""
+        assert f"| `{name}`{but} | {why}; {remedy} |" in page

@@ -63,6 +63,11 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
             "use another one: every group would route its tokens by quantiles of its own",
         ),
         (
+            "global_aux_loss" in config.moe_router_load_balancing_type,
+            "moe_router_load_balancing_type global_aux_loss",
+            "use aux_loss or seq_aux_loss: every group would balance only the microbatches that it has computed",
+        ),
+        (
             len(chunks) > 1 and layout.stages == 2 and config.batch_p2p_comm,
             "virtual stages on 2 ranks with batch_p2p_comm",
             "set batch_p2p_comm to false and overlap_p2p_comm to true: Megatron would mix up what the two ranks send",
