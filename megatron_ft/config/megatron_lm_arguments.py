@@ -22,8 +22,6 @@ _FILES = "the ranks of all groups would write the same files"
 _MICROBATCHES = "groups compute different microbatches"
 CHANGED = {
     "--align-grad-reduce": (0, _STEP),
-    "--async-save": (0, "a checkpoint is saved before the next iteration begins"),
-    "--async-strategy": (1, "see --async-save"),
     "--calc-ft-timeouts": (0, _MASKED),
     "--check-for-large-grads": (0, "verify in the config finds steps that were computed wrongly"),
     "--check-for-nan-in-loss-and-grad": (0, "the loss and norm of the whole step are checked"),
@@ -63,7 +61,6 @@ CHANGED = {
     "--result-rejected-tracker-filename": (1, "verify in the config finds steps that were computed wrongly"),
     "--reuse-grad-buf-for-mxfp8-param-ag": (0, "gradients have memory of their own"),
     "--run-workload-inspector-server": (0, "ranks of several groups would ask for the same port"),
-    "--use-persistent-ckpt-worker": (0, "see --async-save"),
     "--use-pytorch-profiler": (0, _FILES),
 }
 """Argument -> number of its values, and why it is left out; without a reason it says nothing."""
@@ -119,7 +116,8 @@ REFUSED = {
     "--yaml-cfg": (1, None, "it replaces the arguments of which sizes are read", "give arguments"),
 }
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
-_BACKEND, _BATCH = "--distributed-backend", "--global-batch-size"
+_BACKEND = "--distributed-backend"
+_BATCH, _SCHEDULE, _EVALUATED = "--global-batch-size", "--step-batch-size-schedule", "--eval-global-batch-size"
 _APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--no-one-logger")
 
 
@@ -131,14 +129,14 @@ class Changed:
         words: the arguments with which the script runs.
         notes: what was left out, and why, a line for each.
         checks_nan: whether a loss or norm that is not finite ends the run.
-        has_batch: whether they say the size of the batch.
+        missing: the argument that they lack, and whose default would be the batch of one group; None: none.
         backend: of ``torch.distributed``; None: Megatron's default.
     """
 
     words: list[str]
     notes: list[str]
     checks_nan: bool
-    has_batch: bool
+    missing: str | None
     backend: str | None
 
 
@@ -160,7 +158,13 @@ def changed(words: Sequence[str]) -> Changed:
             continue
         kept += [name, *values]
     backend = next(iter(kept[kept.index(_BACKEND) + 1 :]), None) if _BACKEND in kept else None
-    return Changed([*kept, *_APPENDED], notes, checks_nan, _BATCH in kept, backend)
+    return Changed([*kept, *_APPENDED], notes, checks_nan, _missing(kept), backend)
+
+
+def _missing(words: Sequence[str]) -> str | None:
+    if _SCHEDULE in words:
+        return None if _EVALUATED in words else _EVALUATED
+    return None if _BATCH in words else _BATCH
 
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from megatron_ft.engines.port import Ready
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket
+
+
+def _register(parameter: Any, hook: Callable[[nn.Parameter], None]) -> None:
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
 class Arrivals:
@@ -28,12 +33,14 @@ class Arrivals:
         buckets: the parameters of each bucket.
         check: called within backward with each gradient that has been added: the numbers of its bucket and in it, and its
             parameter.
+        register: has a function called with a parameter whenever its gradient has been added. Default: autograd adds it.
     """
 
     def __init__(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         check: Callable[[Bucket, int, nn.Parameter], None] = lambda number, index, parameter: None,
+        register: Callable[[Any, Callable[[nn.Parameter], None]], object] = _register,
     ) -> None:
         self._buckets, self._check = buckets, check
         self._arrived: list[set[int]] = [set() for _ in buckets]
@@ -42,7 +49,7 @@ class Arrivals:
         self._ready: Ready | None = None
         for number, bucket in enumerate(buckets):
             for index, parameter in enumerate(bucket):
-                parameter.register_post_accumulate_grad_hook(partial(self._add, number, index))
+                register(parameter, partial(self._add, number, index))
 
     @contextmanager
     def watch(self, ready: Ready | None) -> Iterator[None]:

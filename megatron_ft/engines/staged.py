@@ -20,6 +20,7 @@ from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.port import Listed, Ready, Work
 from megatron_ft.engines.tensor_checksum import BITS
 from megatron_ft.errors import EngineError
+from megatron_ft.types import given
 
 
 class Staged(JointBucketed):
@@ -43,6 +44,7 @@ class Staged(JointBucketed):
         """Begin a run of the schedule. ``ready``: see ``Work.ready``; ``filling``: the number of microbatches at the end
         that are there because the schedule needs so many; they have been computed, and are added to nothing."""
         self._listed, self._ready, self._filling = listed, ready, filling
+        self._told = set[int]()
         self._passed, self._changes, self._returned = {}, {}, {}
 
     @contextmanager
@@ -107,9 +109,19 @@ class Staged(JointBucketed):
         else:
             self._returned[index] = count + 1, digest
             self._work.computed(listed)
-        if self._ready is not None and index == len(self._listed) - 1 - self._filling:
+        if (ready := self._ready_in(index)) is not None:
             for bucket in self._of_stage[number]:
-                self._ready(bucket)
+                ready(bucket)
+
+    def _ready_in(self, index: int) -> Ready | None:
+        """Return what to call with each bucket that is complete within the backward pass of a microbatch of the run; calls
+        after the first one of a bucket have no effect."""
+        return self._tell if self._ready is not None and index == len(self._listed) - 1 - self._filling else None
+
+    def _tell(self, bucket: int) -> None:
+        if bucket not in self._told:
+            self._told.add(bucket)
+            given(self._ready)(bucket)
 
     def collect(self, digest: bool = False) -> int:
         _, before = self._returned.pop(self._at[1])

@@ -233,11 +233,6 @@ class Session:
         return self._rank.registered.sizes
 
     @property
-    def total(self) -> int:
-        """The number of steps that :meth:`steps` was told; 0 before."""
-        return self._total
-
-    @property
     def gets_state(self) -> bool:
         """True if this rank's first state is that of other groups or of a checkpoint."""
         return self._comes_back or self._origin is not None
@@ -659,7 +654,7 @@ class Session:
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
         audit = Audit.from_env()
-        self._total = total = total if audit is None else min(total, audit.last + 1)
+        self._total = total if audit is None else min(total, audit.last + 1)
         self._dataset = dataset
         # A group that comes back knows its first step only after it has entered; what the script loaded is checked
         # before that.
@@ -668,7 +663,7 @@ class Session:
                 self._identify(None)
                 self._enter(self._engine)
         step = self._role.step
-        while step < total:
+        while step < self._total:
             self._seed_script("steps")
             yield step
             if self._role.step <= step:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_ft.engines import rounds
+from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.hyperparameters import Values
 from megatron_ft.engines.layout import Layout
@@ -122,6 +123,7 @@ class MegatronEngine(Staged):
         self.takes_gradients = self._rounding is not None
         self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters} if self.takes_gradients else {}
         self._take_over_buffers()
+        self._arrivals = Arrivals([bucket.parameters for bucket in self._buckets], register=_after_main_grad)
         self._of_stage = self._by_stage(len(self._chunks), lambda parameter: sources[source_of[parameter]][0])
         self._counted = {parameter for parameter in parameters if _counts_here(parameter)}
         self._begun = [0] * len(self._chunks)  # microbatches of the present run that have begun at each chunk
@@ -228,7 +230,8 @@ class MegatronEngine(Staged):
     def _backward_pass(self, backward: Callable[..., Any], inputs: Any, output: Any, *rest: Any, **options: Any) -> Any:
         number, index, _ = self._outputs.pop(id(_single(output)))
         with self._backward(number, index):
-            gradient = backward(inputs, output, *rest, **options)
+            with self._arrivals.watch(None if self.takes_gradients else self._ready_in(index)):
+                gradient = backward(inputs, output, *rest, **options)
             self._trackers.take(self._records)  # what is recomputed is recorded here
         return gradient
 
@@ -374,6 +377,8 @@ class MegatronEngine(Staged):
                 mine.copy_(theirs)
         for inner, saved in zip(self._inner, state["optimizers"], strict=True):
             inner.load_state_dict(saved)
+        if hasattr(self._scheduler, "num_steps"):
+            self._scheduler.num_steps = 0  # Megatron's adds the saved number to the present one
         self._load_rest(state, self._scheduler)
 
     def _masters(self) -> list[torch.Tensor]:
@@ -388,6 +393,12 @@ class MegatronEngine(Staged):
         for number, inner in enumerate(others, 1):
             for name, tensor in named_state(nn.Module(), inner, {}):
                 yield f"{name}, optimizer {number}", tensor
+
+
+def _after_main_grad(parameter: Any, hook: Callable[[nn.Parameter], None]) -> None:
+    """Have ``hook`` called when Megatron's own hook, which was registered before, has added a gradient to ``main_grad``."""
+    accumulates = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    accumulates.register_hook(lambda *_: hook(parameter))
 
 
 def _stop_reruns() -> None:

@@ -23,7 +23,8 @@ class Reports:
     """The names, in the order in which loss functions have reported them: the same in all groups, whose functions are."""
 
     def __init__(self) -> None:
-        self._names = {VOTE: 0}
+        self.names = {VOTE: 0}
+        """Name -> its place among the names; part of the state, as a group that comes back has not seen a report."""
 
     def add(self, report: Mapping[str, Any], to: torch.Tensor) -> None:
         """Add the report of a microbatch to the step's ``MOST`` numbers: for each name one number, of which the log has the
@@ -33,7 +34,7 @@ class Reports:
         """
         for name, value in report.items():
             numbers = _numbers(name, value, to)
-            place = 2 * self._names.setdefault(name, len(self._names))
+            place = 2 * self.names.setdefault(name, len(self.names))
             if place >= MOST:
                 raise EngineError(
                     f"the loss function reports more than {_NAMES} names, the last of them {name!r}; report fewer"
@@ -45,7 +46,7 @@ class Reports:
         """Return name -> value for the ``reports`` of a step; empty in a group that has computed no microbatch yet."""
         if not sums:
             return {}
-        pairs = {name: sums[2 * place : 2 * place + 2] for name, place in self._names.items()}
+        pairs = {name: sums[2 * place : 2 * place + 2] for name, place in self.names.items()}
         return {name: total / count for name, (total, count) in pairs.items() if count}
 
 

@@ -10,6 +10,7 @@ the other groups.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from bisect import bisect_right
@@ -56,8 +57,8 @@ def installed() -> Iterator[None]:
     session = megatron_ft.init()
     session.init_distributed(changed.backend)
     config = session.config
-    batch = config.samples_per_microbatch * config.microbatches  # Megatron's default is that of a group
-    sys.argv = [script, *changed.words, *(() if changed.has_batch else ("--global-batch-size", str(batch)))]
+    batch = str(config.samples_per_microbatch * config.microbatches)
+    sys.argv = [script, *changed.words, *(() if changed.missing is None else (changed.missing, batch))]
     loop = Loop(session, *names.loop(), changed.checks_nan)
     loop.install()
     yield
@@ -75,8 +76,8 @@ class Loop:
         self._steps: Iterator[int] | None = None
         self._started: Mapping[str, int] = {}  # counters at the first iteration of the run
         self._flops, self._ends = 0, False
-        self._total_losses: dict[str, Any] | None = None
-        self._carried: dict[str, Any] = {}
+        self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
+        self._total_losses: dict[str, Any] = {}
 
     def install(self) -> None:
         """Replace the functions."""
@@ -176,6 +177,9 @@ class Loop:
         self._skips = sorted(
             one - 1 for one in args.iterations_to_skip if self._started["iteration"] < one <= args.train_iters
         )
+        for name in _CARRIED:
+            setattr(args, name, self._started[name])
+        self._flops = args.num_floating_point_operations_so_far
         source.begin_of = self._begin_of
         session.register("megatron_lm", self)
         total = args.train_iters - self._started["iteration"] - len(self._skips)
@@ -208,12 +212,8 @@ class Loop:
 
     def _take_over(self, args: Any, step: int) -> None:
         """Go to the iteration of ``step``, with the counters that the groups have there."""
-        for name in _CARRIED:
-            setattr(args, name, self._carried.get(name, self._started[name]))
         args.iteration = self._iteration(step)
-        if "flops" in self._carried:
-            args.num_floating_point_operations_so_far = self._carried["flops"]
-        self._flops = args.num_floating_point_operations_so_far
+        args.num_floating_point_operations_so_far = self._flops
 
     def _iteration(self, step: int) -> int:
         """Return Megatron's iteration of a step. Iterations that are skipped are passed as soon as possible."""
@@ -260,6 +260,8 @@ class Loop:
                 f"ranks x --micro-batch-size"
             )
         session.microbatches_per_group = count // shards
+        if self._result is not None:
+            next(given(self._steps))
         result = self._result = session.train_step(self._engine, self._source)
         values = self._engine.reports.means(result.reports)
         self._ends = bool(values.pop(VOTE, 0.0))
@@ -268,7 +270,6 @@ class Loop:
                 f"iteration {args.curr_iteration}: loss {result.loss}, gradient norm {result.gradient_norm}; with "
                 f"--no-check-for-nan-in-loss-and-grad training would go on without the update of this step"
             )
-        next(given(self._steps)) if session.step < session.total else None
         skipped = int(not isfinite(result.gradient_norm))
         last = self._module.mpu.is_pipeline_last_stage(ignore_virtual=True)
         losses = {name: torch.tensor([value], device=self._device) for name, value in values.items()} if last else {}
@@ -312,18 +313,17 @@ class Loop:
     ) -> bool:
         args = self._args
         self._flops = flops
-        minutes, args.exit_duration_in_mins = args.exit_duration_in_mins, None  # each group has a clock of its own
-        try:
+        arguments = iteration, model, optimizer, scheduler, flops, rest[0]
+        self._save_again(*arguments)
+        voted = self._ends
+        self._ends = voted or bool(args.exit_interval and iteration % args.exit_interval == 0)
+        with _changed(args, exit_duration_in_mins=None):  # each group has a clock of its own
             ends = original(model, optimizer, scheduler, iteration, flops, *rest)
-        finally:
-            args.exit_duration_in_mins = minutes
-        if self._ends and not ends:
+        if voted and not ends:
             if args.save and not (args.save_interval and iteration % args.save_interval == 0):
-                self._module.save_checkpoint_and_time(
-                    iteration, model, optimizer, scheduler, flops, rest[0], train_data_iterator=rest[1]
-                )
-            self._module.print_datetime(f"exiting program after {minutes} minutes")
-        self._ends = bool(self._ends or ends)
+                self._module.save_checkpoint_and_time(*arguments, train_data_iterator=rest[1])
+            self._module.print_datetime(f"exiting program after {args.exit_duration_in_mins} minutes")
+        self._ends = bool(voted or ends)
         return self._ends
 
     def training_log(
@@ -331,26 +331,29 @@ class Loop:
     ) -> Any:
         """Log as Megatron does; its throughput is that of a GPU of the whole job."""
         args = self._args
-        if self._total_losses is None and (carried := self._carried.get("losses")):
-            total_losses.update(
-                (name, torch.tensor([value], device=self._device) if kind else value) for name, value, kind in carried
-            )
-        self._total_losses = total_losses
-        world, args.world_size = args.world_size, args.world_size * len(self._session.live)
-        try:
+        if (
+            self._total_losses is not total_losses
+        ):  # the first time; those before are of a checkpoint, or of other groups
+            total_losses.update(self._total_losses)
+            self._total_losses = total_losses
+        with _changed(args, world_size=args.world_size * len(self._session.live)):
             return original(losses, total_losses, *rest, **options)
-        finally:
-            args.world_size = world
 
     def state_dict(self) -> dict[str, Any]:
         """What groups have in common beside the model: Megatron's counters, and the losses that are not logged yet."""
-        losses = [
-            [name, float(value), isinstance(value, torch.Tensor)] for name, value in (self._total_losses or {}).items()
-        ]
-        return {**{name: getattr(self._args, name) for name in _CARRIED}, "flops": self._flops, "losses": losses}
+        counters = {name: getattr(self._args, name) for name in _CARRIED}
+        losses = {name: value for name, value in self._total_losses.items() if torch.is_tensor(value)}
+        iterations = {name: value for name, value in self._total_losses.items() if not torch.is_tensor(value)}
+        names = list(self._engine.reports.names)
+        return {"counters": counters, "flops": self._flops, "losses": losses, "iterations": iterations, "names": names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._carried = dict(state)
+        for name, value in state["counters"].items():
+            setattr(self._args, name, value)
+        self._flops = state["flops"]
+        self._engine.reports.names = {name: place for place, name in enumerate(state["names"])}
+        losses = {name: value.to(self._device) for name, value in state["losses"].items()}
+        self._total_losses = {**losses, **state["iterations"]}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -444,16 +447,18 @@ class Loop:
         self, original: Callable[..., Any], iteration: int, *arguments: Any, **options: Any
     ) -> None:
         """Save once for all groups: the ranks of one group write, and those of another one if it is lost."""
-        args = self._args
-        directory = Path(args.save)
-        name = f"iter_{iteration:07d}"
+        args, save = self._args, partial(original, iteration, *arguments, **options)
+        if args.async_save and iteration < args.train_iters and not self._ends:
+            self._saving = iteration, self._session.live[0]
+            if self._session.group == self._session.live[0]:
+                save()  # begins it; Megatron names the checkpoint when it is complete
+            return
+        self._module.maybe_finalize_async_save(blocking=True)
+        directory, name = Path(args.save), f"iter_{iteration:07d}"
 
         def write(path: Path) -> None:
-            args.save = str(path)
-            try:
-                original(iteration, *arguments, **options)
-            finally:
-                args.save = str(directory)
+            with _changed(args, save=str(path), async_save=False, save_retain_interval=None):
+                save()
             dist.barrier()
             if not dist.get_rank():
                 for made in (path / name).iterdir():
@@ -462,10 +467,30 @@ class Loop:
                 (path / NEWEST).unlink()
 
         self._session.save_together(directory / name, write)
-        if not dist.get_rank() and self._session.group in self._session.live[:2]:
-            newest = directory / NEWEST
-            if not newest.is_file() or newest.read_text(encoding="utf-8").strip() != str(iteration):
-                shared_file.write(newest, str(iteration), durable=True, mode=0o666)
+        self._saving = None
+        if (
+            not dist.get_rank() and self._session.group in self._session.live[:2]
+        ):  # the second one if the first is lost now
+            self._name(directory, iteration)
+
+    def _name(self, directory: Path, iteration: int) -> None:
+        """Let Megatron find a complete checkpoint, and delete the one before if it is not to be retained."""
+        newest, retain = directory / NEWEST, self._args.save_retain_interval
+        before = _newest(directory)
+        if before == iteration:
+            return
+        shared_file.write(newest, str(iteration), durable=True, mode=0o666)
+        if retain and before > 0 and before % retain:
+            shutil.rmtree(directory / f"iter_{before:07d}", ignore_errors=True)
+
+    def _save_again(self, *arguments: Any) -> None:
+        """Save if the group is lost that was saving in the background. A checkpoint that it has completed stands."""
+        if self._saving is None or self._saving[1] in self._session.live:
+            return
+        begun, self._saving = self._saving[0], None
+        if _newest(Path(self._args.save)) < begun:
+            with _changed(self._args, async_save=False):
+                self._module.save_checkpoint_and_time(*arguments)
 
     def load_checkpoint(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Load Megatron's checkpoint, unless this group gets its state from others or from a checkpoint of the session."""
@@ -479,3 +504,22 @@ def _source(iterator: Source | Sequence[Source]) -> Source:
     if isinstance(iterator, Source):
         return iterator
     return next((one for one in iterator if one.reads), iterator[0])
+
+
+@contextmanager
+def _changed(args: Any, **values: Any) -> Iterator[None]:
+    """Give some of Megatron's arguments other values in the block."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
+
+
+def _newest(directory: Path) -> int:
+    """Return the iteration of the newest complete checkpoint; -1 if there is none."""
+    try:
+        return int((directory / NEWEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return -1

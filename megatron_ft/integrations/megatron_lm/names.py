@@ -43,7 +43,12 @@ STEP = (
 """What ``train`` calls the values of ``train_step``."""
 READ = (
     *("_TRAIN_START_TIME", "build_train_valid_test_data_loaders", "get_args", "get_forward_backward_func"),
-    *("get_num_microbatches", "mpu.get_data_parallel_rank", "mpu.get_data_parallel_world_size"),
+    *(
+        "get_num_microbatches",
+        "maybe_finalize_async_save",
+        "mpu.get_data_parallel_rank",
+        "mpu.get_data_parallel_world_size",
+    ),
     *("mpu.get_tensor_model_parallel_rank", "mpu.is_pipeline_last_stage", "pretrain", "print_datetime"),
 )
 WRITERS = "megatron.training.global_vars"
