@@ -104,8 +104,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--tee",
         type=_tee,
         metavar="RANKS",
-        help="show what these ranks write, 0,3 say; or all, or none (default: 0, with --megatron-lm also the last one of "
-        "group 0). Each rank's output is in RUN_DIR/logs",
+        help="show what these ranks write, 0,3 say; or all, or none (default: 0, with --megatron-lm the first and last "
+        "one of the writer's group). Each rank's output is in RUN_DIR/logs",
     )
     parser.add_argument("--overwrite", action="store_true", help="delete the run in the run directory")
     parser.add_argument("--private", action="store_true", help="no other user may read the run directory (mode 0700)")
@@ -144,10 +144,8 @@ def run(options: argparse.Namespace) -> int:
     options.target = None
     if options.ssh:
         from megatron_ft.launchers.ssh import launcher
-        from megatron_ft.report import follow
 
-        shown = (options.groups, options.run_dir, run.ranks_per_group, _teed(options, run))
-        return launcher.launch(options, run, lambda: follow.shown(*shown))
+        return launcher.launch(options, run, lambda: _shown(options, run))
     if options.hostfile is not None:
         found = host_place.from_hostfile(options, run.fault_tolerance.store == EMBEDDED, options.job_id is not None)
         hostfile.check(options.hostfile, found, run, options.spare_hosts)
@@ -229,7 +227,7 @@ def join_as(options: argparse.Namespace, running: join.Running, groups: int, ent
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
     from megatron_ft.agent.node_agent import Agent, LaunchOptions
-    from megatron_ft.report import follow, tracker
+    from megatron_ft.report import tracker
 
     track = (*options.track, *(tracker.asked_for(options.arguments) if options.megatron_lm else ()))
     tracker.check_trackers(track)
@@ -254,15 +252,19 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
-    tee = _teed(options, run) if not options.host_rank else follow.NONE  # one host shows what ranks of all hosts write
-    with follow.shown(options.groups, options.run_dir, run.ranks_per_group, tee):
+    with _shown(options, run):
         return agent.run()
 
 
-def _teed(options: argparse.Namespace, run: RunConfig) -> str:
-    """Return the value of ``--tee``. Megatron-LM logs losses at its last rank, all other lines at its first."""
-    last = run.ranks_per_group - 1
-    return options.tee or (f"0,{last}" if options.megatron_lm and last else "0")
+def _shown(options: argparse.Namespace, run: RunConfig) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which the run is shown. Megatron-LM logs losses at its last rank, all other lines at its first;
+    each group says the same, so those of the writer's group are shown."""
+    from megatron_ft.report import follow
+
+    follows = options.megatron_lm and options.tee is None
+    tee = options.tee or (f"0,{run.ranks_per_group - 1}" if follows else "0")
+    tee = tee if not options.host_rank else follow.NONE  # one host shows what ranks of all hosts write
+    return follow.shown(options.groups, options.run_dir, run.ranks_per_group, tee, follows)
 
 
 def _tee(text: str) -> str:

@@ -44,14 +44,16 @@ def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[list[dict[str, An
 
 
 @contextlib.contextmanager
-def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE) -> Iterator[None]:
+def shown(
+    groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE, follows: bool = False
+) -> Iterator[None]:
     """Show the run's progress inside the block, and what the ranks that ``tee`` names write: numbers with commas between
-    them, all or none."""
+    them, all or none. ``follows``: another group that becomes the writer is shown in place of theirs."""
     done = threading.Event()
 
     def show() -> None:
         try:
-            with ProgressView(groups, Outputs(run_dir, ranks_per_group, tee)) as view:
+            with ProgressView(groups, Outputs(run_dir, ranks_per_group, tee, follows)) as view:
                 for events in looks(run_dir, done.is_set):
                     view.show_outputs()  # before what is new in the record: the run's end comes last
                     for event in events:
@@ -72,15 +74,24 @@ def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE)
 class Outputs:
     """The new lines in the logs of some ranks."""
 
-    def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
-        self.run_dir, self._tee = run_dir, tee
+    def __init__(self, run_dir: Path, ranks_per_group: int, tee: str, follows: bool = False) -> None:
+        self.run_dir, self._tee, self._follows = run_dir, tee, follows
         ranks = [] if tee in (NONE, ALL) else [divmod(int(word), ranks_per_group) for word in tee.split(",")]
+        self._positions = [position for _, position in ranks]
         self._own = [run_directory.log(run_dir, *rank) for rank in dict.fromkeys(ranks)]
         self._read: dict[Path, NewLines] = {}
 
     def shows(self, log: Path) -> bool:
         """Return whether the lines of this log are shown as they come."""
         return self._tee == ALL or log in self._own
+
+    def follow(self, group: int) -> None:
+        """Show what the same ranks of that group write from now on, if the writer is to be followed."""
+        if self._follows:
+            self._own = [
+                run_directory.log(self.run_dir, group, position) for position in dict.fromkeys(self._positions)
+            ]
+            self._read = {log: NewLines(log, log.stat().st_size if log.exists() else 0) for log in self._own}
 
     def new(self, last: bool = False) -> Iterator[str]:
         """Yield the lines that are complete now and were not at the last look; with all ranks, after a name of the rank.
@@ -151,6 +162,7 @@ class ProgressView:
         before, self._writer = self._writer, writer
         if writer is None or before in (None, writer):
             return
+        self._outputs.follow(writer)
         log = run_directory.log(self._outputs.run_dir, writer, 0)
         shown = "is shown here" if self._outputs.shows(log) else f"is in {log}"
         self._say(f"group {writer} is the writer now (session.is_writer): its output {shown}")

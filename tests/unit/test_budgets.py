@@ -27,7 +27,7 @@ BUDGETS = {
     "qualify": 1210,
     "checkpoint": 1210,
     "doctor": 1180,
-    "report": 1170,
+    "report": 1180,
     "integrations": 1250,
     "commands": 390,
     "auth": 290,

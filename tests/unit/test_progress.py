@@ -203,6 +203,26 @@ def test_the_output_of_a_writer_that_has_moved_is_named(tmp_path, capsys):
     ]
 
 
+def test_the_output_of_a_writer_that_is_followed_is_shown_from_then_on(tmp_path):
+    (tmp_path / "logs").mkdir()
+    logs = [tmp_path / "logs" / f"g{group}.p{position}.log" for group in (0, 1) for position in (0, 1)]
+    outputs = follow.Outputs(tmp_path, 2, "0,1", follows=True)
+    display = follow.ProgressView(2, outputs, Console(force_terminal=False, width=400))
+    display.update(view(0, [0, 1]))
+
+    def say(what: str) -> list[str]:
+        for log in logs:
+            with log.open("a") as file:
+                file.write(f"{log.stem} {what}\n")
+        return list(outputs.new())
+
+    assert say("one") == ["g0.p0 one", "g0.p1 one"]
+    display.update(view(1, [1], lost=["0"]))
+    assert say("two") == ["g1.p0 two", "g1.p1 two"]
+    display.update(view(2, [0, 1], joined=[0]))
+    assert say("three") == ["g0.p0 three", "g0.p1 three"]
+
+
 def test_status_of_no_run_says_so(tmp_path):
     with pytest.raises(LaunchError, match=r"is not the directory of a run: config\.json cannot be read"):
         status_command.Status(tmp_path)

@@ -189,6 +189,8 @@ class Loop:
             )
         self._steps, self._source = session.steps(total, source), source
         first = next(self._steps, total)
+        if audit := rank_env.Audit.from_env():  # steps that are computed again end before the run did
+            args.train_iters = min(args.train_iters, self._iteration(audit.last + 1))
         self._take_over(args, first)
         try:
             return original(forward_step, model, optimizer, scheduler, iterator, *rest, **options)
