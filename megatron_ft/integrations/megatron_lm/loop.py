@@ -75,7 +75,7 @@ class Loop:
         self._engine: Any = None
         self._steps: Iterator[int] | None = None
         self._started: Mapping[str, int] = {}  # counters at the first iteration of the run
-        self._flops, self._ends = 0, False
+        self._flops, self._flops_shift, self._ends = 0, 0, False  # the shift: what train() does not count itself
         self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
         self._total_losses: dict[str, Any] = {}
 
@@ -215,7 +215,7 @@ class Loop:
     def _take_over(self, args: Any, step: int) -> None:
         """Go to the iteration of ``step``, with the counters that the groups have there."""
         args.iteration = self._iteration(step)
-        args.num_floating_point_operations_so_far = self._flops
+        args.num_floating_point_operations_so_far, self._flops_shift = self._flops, 0
 
     def _iteration(self, step: int) -> int:
         """Return Megatron's iteration of a step. Iterations that are skipped are passed as soon as possible."""
@@ -314,6 +314,7 @@ class Loop:
         *rest: Any,
     ) -> bool:
         args = self._args
+        flops += self._flops_shift
         self._flops = flops
         arguments = iteration, model, optimizer, scheduler, flops, rest[0]
         self._save_again(*arguments)
@@ -338,6 +339,8 @@ class Loop:
         ):  # the first time; those before are of a checkpoint, or of other groups
             total_losses.update(self._total_losses)
             self._total_losses = total_losses
+        if self._session.env.incarnation:
+            options["is_first_iteration"] = False
         with _changed(args, world_size=args.world_size * len(self._session.live)):
             return original(losses, total_losses, *rest, **options)
 
@@ -347,12 +350,18 @@ class Loop:
         losses = {name: value for name, value in self._total_losses.items() if torch.is_tensor(value)}
         iterations = {name: value for name, value in self._total_losses.items() if not torch.is_tensor(value)}
         names = list(self._engine.reports.names)
-        return {"counters": counters, "flops": self._flops, "losses": losses, "iterations": iterations, "names": names}
+        positions = [source.position for source in self._made]  # those of evaluations
+        told = {"counters": counters, "flops": self._flops, "losses": losses, "iterations": iterations}
+        return {**told, "names": names, "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state["counters"].items():
             setattr(self._args, name, value)
+        # The last of the states that a group which comes back takes over arrives in its first step: after `_take_over`.
+        self._flops_shift += state["flops"] - self._flops
         self._flops = state["flops"]
+        for source, position in zip(self._made, state["positions"], strict=True):
+            source.position = position
         self._engine.reports.names = {name: place for place, name in enumerate(state["names"])}
         losses = {name: value.to(self._device) for name, value in state["losses"].items()}
         self._total_losses = {**losses, **state["iterations"]}
