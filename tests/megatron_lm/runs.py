@@ -82,13 +82,15 @@ def environment(megatron: Path) -> dict[str, str]:
 @dataclass(frozen=True)
 class Said:
     """What Megatron's own lines say: name -> value for each iteration, and for each evaluation (``"5"``, ``"12 on test
-    set"``)."""
+    set"``); and the logs that were read."""
 
     iterations: dict[int, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    logs: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
         """Add the lines of a log. What several ranks say of an iteration must be the same."""
+        self.logs.append(text)
         for where, pattern in ((self.iterations, _ITERATION), (self.evaluations, _EVALUATION)):
             for name, rest in pattern.findall(text):
                 key = int(name) if where is self.iterations else name
@@ -102,10 +104,9 @@ def plain(megatron: Path, ranks: int, *own: object, script: Path = SCRIPT) -> Sa
     """Run plain Megatron with that number of ranks to its end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     words = [*map(str, (*torchrun, script, *MODEL, *own))]
-    done = subprocess.run(
-        words, env=environment(megatron), capture_output=True, text=True, errors="replace", timeout=support.TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    done = subprocess.run(words, env=environment(megatron), timeout=support.TIMEOUT_S, **pipes)
+    assert done.returncode == 0, done.stdout
     said = Said()
     said.read(done.stdout)
     return said

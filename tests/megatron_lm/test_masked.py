@@ -19,6 +19,7 @@ LAYOUTS = {
     "TP2, sequence parallel, per token": (
         *("--tensor-model-parallel-size", 2, "--sequence-parallel", "--calculate-per-token-loss"),
     ),
+    "CP2": ("--context-parallel-size", 2),
     "PP2": ("--pipeline-model-parallel-size", 2),
 }
 """Divisions of a group into two ranks."""

@@ -19,10 +19,16 @@ def test_arguments_are_kept_in_their_order_with_their_values():
     )
     found = megatron_lm_arguments.changed(words)
     assert found.words == [*words, *APPENDED] and found.notes == []
-    assert (found.checks_nan, found.has_batch, found.backend) == (True, True, "gloo")
+    assert (found.checks_nan, found.missing, found.backend) == (True, None, "gloo")
     found = megatron_lm_arguments.changed([])
     assert found.words == [*"--no-check-for-nan-in-loss-and-grad --rerun-mode disabled --no-one-logger".split()]
-    assert (found.checks_nan, found.has_batch, found.backend) == (True, False, None)
+    assert (found.checks_nan, found.missing, found.backend) == (True, "--global-batch-size", None)
+
+
+def test_what_would_be_the_batch_of_one_group_is_missing():
+    schedule = ["--step-batch-size-schedule", "0:8 100:16"]
+    assert megatron_lm_arguments.changed(schedule).missing == "--eval-global-batch-size"
+    assert megatron_lm_arguments.changed([*schedule, "--eval-global-batch-size", "8"]).missing is None
 
 
 def _values(count: int) -> list[str]:
