@@ -130,14 +130,13 @@ class Loop:
 
     def build_train_valid_test_data_iterators(self, _: Callable[..., Any], provider: Any) -> tuple[Any, Any, Any]:
         """Return the sources in place of iterators; they belong to all ranks, also those that read nothing."""
-        args = self._args
-        self._made = []
+        args, before = self._args, len(self._made)
         self._module.build_train_valid_test_data_loaders(provider)
-        if not self._made:  # Megatron builds none here
+        if len(self._made) == before:  # Megatron builds none here
             count = len(args.valid_data_path or ()) if getattr(args, "multiple_validation_sets", False) else 1
-            self._made = [Source(None, self._deal(args.micro_batch_size)) for _ in range(count + 2)]
-        train, *valid, test = self._made
-        for source in self._made:  # all ranks of the group compare the same
+            self._made += [Source(None, self._deal(args.micro_batch_size)) for _ in range(count + 2)]
+        train, *valid, test = made = self._made[before:]
+        for source in made:  # all ranks of the group compare the same
             told: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(told, (source.describe(), source.position))
             source.fingerprint, source.position = next((one for one in told if one[0] is not None), told[0])
@@ -254,16 +253,18 @@ class Loop:
         """Make one step of the session, and return what Megatron's function returns."""
         config.finalize_model_grads_func = None  # train() has set it; the engine does that when the step is committed
         args, session = self._args, self._session
-        count, shards = self._module.get_num_microbatches(), session.config.shards
+        shards = session.config.shards
+        count = self._module.get_num_microbatches()
         if count % shards:
             raise ConfigError(
                 f"the batch of iteration {args.curr_iteration} has {count} microbatches at each rank of a group, which "
                 f"{shards} groups cannot share evenly; let all sizes of the ramp-up be multiples of groups x data-parallel "
                 f"ranks x --micro-batch-size"
             )
-        session.microbatches_per_group = count // shards
         if self._result is not None:
             next(given(self._steps))
+        if self._result is not None or not session.gets_state:  # else the state brings it, within this step
+            session.microbatches_per_group = count // shards
         result = self._result = session.train_step(self._engine, self._source)
         values = self._engine.reports.means(result.reports)
         self._ends = bool(values.pop(VOTE, 0.0))
@@ -339,8 +340,8 @@ class Loop:
         ):  # the first time; those before are of a checkpoint, or of other groups
             total_losses.update(self._total_losses)
             self._total_losses = total_losses
-        if self._session.env.incarnation:
-            options["is_first_iteration"] = False
+        if options.get("is_first_iteration") and self._session.env.incarnation:
+            options["is_first_iteration"] = False  # of the process; Megatron would count its losses twice
         with _changed(args, world_size=args.world_size * len(self._session.live)):
             return original(losses, total_losses, *rest, **options)
 
@@ -357,6 +358,7 @@ class Loop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state["counters"].items():
             setattr(self._args, name, value)
+        self._module.update_num_microbatches(self._args.consumed_train_samples, consistency_check=False)
         # The last of the states that a group which comes back takes over arrives in its first step: after `_take_over`.
         self._flops_shift += state["flops"] - self._flops
         self._flops = state["flops"]

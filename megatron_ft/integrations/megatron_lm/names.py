@@ -46,6 +46,7 @@ READ = (
     *(
         "get_num_microbatches",
         "maybe_finalize_async_save",
+        "update_num_microbatches",
         "mpu.get_data_parallel_rank",
         "mpu.get_data_parallel_world_size",
     ),
