@@ -1,5 +1,5 @@
-"""An unchanged script of Megatron-LM goes on when a rank dies: all that it logs is what plain Megatron logs on the same
-number of data-parallel ranks."""
+"""An unchanged script of Megatron-LM goes on when a rank dies, and the group comes back: all that it logs is what plain
+Megatron logs on the same number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,33 @@ LAYOUTS = {
 }
 """Divisions of a group into two ranks."""
 RANKS = 2
+STEPS = 24
+REJOIN = {"enabled": True, "restarts_per_hour": 100}
 
 
 @pytest.mark.parametrize("layout", support.first_of(LAYOUTS, "PP2, virtual stages", "DP2, EP2, distributed optimizer"))
 def test_all_that_is_logged_is_what_plain_megatron_logs(tmp_path, megatron, layout):
-    own = (*runs.MOCK, *layout)
+    own = (*runs.MOCK, "--train-iters", STEPS, "--eval-interval", 10, *layout)
     hold = Breakpoint(1, 3, "backward", after=1, position=1)
-    run = runs.start(tmp_path / "run", megatron, RANKS, *own, holds=[hold])
+    returns = "--num-experts" not in layout  # in its first iteration such a group logs a load balancing loss of 0
+    gate = support.Gate(tmp_path, slowly=STEPS, script=runs.SCRIPT)
+    rejoin = {**REJOIN, "enabled": returns}
+    run = runs.start(tmp_path / "run", megatron, RANKS, *own, holds=[hold], script=gate.script, rejoin=rejoin)
     run.strike_in_step(hold)
+    support.wait_for(lambda: not returns or bool(run.events("rejoined")), run)
+    gate.open()
     said = runs.said(run)
-    assert run.events("fault") and run.live == [0]
+    assert run.live == [line["group"] for line in run.events("survivor")] == ([0, 1] if returns else [0])
     assert runs.differences(runs.plain(megatron, 2 * RANKS, *own), said, run) == [], run.logs()
+
+
+@pytest.mark.long
+def test_exact_sums_have_the_same_bits_with_and_without_losses(tmp_path, megatron):
+    own = (*runs.MOCK, *LAYOUTS["DP2, EP2, distributed optimizer"])
+    hold = Breakpoint(1, 3, "backward", after=1, position=1)
+    run = runs.start(tmp_path / "run", megatron, RANKS, *own, holds=[hold], reduction="exact")
+    run.strike_in_step(hold)
+    assert runs.said(run).iterations and run.live == [0]
+    alone = runs.start(tmp_path / "alone", megatron, RANKS, *own, reduction="exact")
+    runs.said(alone)
+    assert support.outcome(run) == support.outcome(alone)
