@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import traceback
+from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +53,8 @@ def _run(command: list[str]) -> int:
     """Run the command. This is the outermost loop of a rank, so it converts every exception."""
     try:
         _execute(command)
+        # As Python does first: it ends the process of a multiprocessing.Manager, such as that of Megatron's checkpoints.
+        util._run_finalizers(0)  # type: ignore[attr-defined]  # not in the stubs
         for child in multiprocessing.active_children():
             if not child.daemon:
                 # no limit: the script's own process, which writes the final model, say; Python waits for it as well
