@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import runpy
 import signal
@@ -43,6 +42,10 @@ def main() -> None:
     command = sys.argv[1:]
     rank_env.name_process(rank_command.shown(command))
     code = _run(command)
+    if not code:
+        # no limit: what Python does at its end, which this process does not reach: managers are shut down, and processes
+        # of the script end by themselves, one that writes the final model, say
+        util._exit_function()  # type: ignore[attr-defined]
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -53,12 +56,6 @@ def _run(command: list[str]) -> int:
     """Run the command. This is the outermost loop of a rank, so it converts every exception."""
     try:
         _execute(command)
-        # As Python does first: it ends the process of a multiprocessing.Manager, such as that of Megatron's checkpoints.
-        util._run_finalizers(0)  # type: ignore[attr-defined]  # not in the stubs
-        for child in multiprocessing.active_children():
-            if not child.daemon:
-                # no limit: the script's own process, which writes the final model, say; Python waits for it as well
-                child.join()
     except FTError as error:
         print(f"megatron_ft: {error}", file=sys.stderr)
         vital_thread.leave_error(str(error))
