@@ -43,8 +43,8 @@ def main() -> None:
     rank_env.name_process(rank_command.shown(command))
     code = _run(command)
     if not code:
-        # no limit: what Python does at its end, which this process does not reach: managers are shut down, and processes
-        # of the script end by themselves, one that writes the final model, say
+        # What Python does at its end, which this process does not reach: managers are shut down, and processes of the
+        # script are waited for, one that writes the final model, say.
         util._exit_function()  # type: ignore[attr-defined]
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

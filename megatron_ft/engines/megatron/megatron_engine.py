@@ -143,6 +143,11 @@ class MegatronEngine(Staged):
         return self._report
 
     @property
+    def trackers(self) -> Trackers:
+        """What Megatron's layers record beside the loss."""
+        return self._trackers
+
+    @property
     def needs_samples(self) -> bool:
         if self._reads is not None:
             return self._reads

@@ -353,7 +353,7 @@ class Loop:
         names = list(self._engine.reports.names)
         positions = [source.position for source in self._made]  # those of evaluations
         told = {"counters": counters, "flops": self._flops, "losses": losses, "iterations": iterations}
-        return {**told, "names": names, "positions": positions}
+        return {**told, "names": names, "positions": positions, "records": self._engine.trackers.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state["counters"].items():
@@ -365,6 +365,7 @@ class Loop:
         for source, position in zip(self._made, state["positions"], strict=True):
             source.position = position
         self._engine.reports.names = {name: place for place, name in enumerate(state["names"])}
+        self._engine.trackers.load(state["records"])
         losses = {name: value.to(self._device) for name, value in state["losses"].items()}
         self._total_losses = {**losses, **state["iterations"]}
 
