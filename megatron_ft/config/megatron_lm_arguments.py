@@ -108,6 +108,7 @@ REFUSED = {
     "--save-tokens-per-expert-interval": (1, None, _MICROBATCHES, "leave it out"),
     "--save-wgrads-interval": (1, None, _MICROBATCHES, "leave it out"),
     "--skip-train": (0, None, "nothing is trained", "run it without megatron-ft"),
+    "--tensor-parallel-num-weight-shards": (1, ("1",), "ranks share data in another way", "leave it out"),
     "--use-custom-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
     "--use-megatron-fsdp": (0, None, "its shards are no buffers of Megatron", "use --use-distributed-optimizer"),
     "--use-mp-args-from-checkpoint-args": (0, None, "sizes are read from the arguments", "give them as arguments"),
