@@ -12,7 +12,7 @@ from tests.unit.test_packages import MODULES, package_of
 BUDGETS = {
     "worker": 4870,
     "core": 4290,
-    "engines": 3640,
+    "engines": 3730,
     "agent": 3280,
     "simulation": 3230,
     "collectives": 2000,
