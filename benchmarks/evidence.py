@@ -61,6 +61,7 @@ KEPT = dict([
     _result("unblock", "benchmarks/overhead.py --unblock",
             *_paths("collectives/gloo_communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
     _result("engines", "benchmarks/engines.py --pairs 40", *STEP),
+    _result("megatron_lm", "benchmarks/megatron_lm.py", "tests/megatron_lm", "megatron_ft/integrations/megatron_lm", *STEP),
     _result("two_levels", "benchmarks/two_levels.py", "tools/netlab.py",
             *_paths("collectives/gloo_communicator.py collectives/two_level_communicator.py")),
     _result("fsdp_reduce", "benchmarks/fsdp_reduce.py", "benchmarks/engines.py"),

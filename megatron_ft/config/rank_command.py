@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -15,6 +16,7 @@ from pathlib import Path
 from megatron_ft.errors import LaunchError
 
 MODULE = "-m"
+_LOOP = re.compile(r"^\s*(from|import)\s+megatron\.training\b", re.MULTILINE)
 _MEGATRON_LM = [MODULE, "megatron_ft.integrations.megatron_lm.script"]
 
 
@@ -51,11 +53,21 @@ def check(command: Sequence[str]) -> None:
     if script is not None:
         if not Path(script).is_file():
             raise LaunchError(f"script {script} does not exist; give the path of a Python file")
+        if command[0] != MODULE and _is_of_megatron_lm(Path(script)):
+            raise LaunchError(
+                f"script {script} uses Megatron-LM's training loop (megatron.training) and not megatron_ft, so each rank "
+                f"would train the whole job alone; start it with launch --megatron-lm"
+            )
     elif _spec(command[1]) is None:
         raise LaunchError(
             f"module {command[1]} is neither in this directory, nor in PYTHONPATH, nor installed for {sys.executable}, or "
             f"it is a package without a module __main__; correct the name, or set PYTHONPATH"
         )
+
+
+def _is_of_megatron_lm(script: Path) -> bool:
+    text = script.read_text(encoding="utf-8", errors="replace")
+    return _LOOP.search(text) is not None and "megatron_ft" not in text
 
 
 def _script(command: Sequence[str]) -> str | None:

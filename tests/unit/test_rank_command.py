@@ -54,6 +54,16 @@ def test_a_module_that_cannot_be_run_is_refused(module, jobs):
         rank_command.check(["-m", module])
 
 
+def test_a_script_of_megatron_lm_that_would_train_alone_in_each_rank_is_refused(tmp_path):
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("import torch\nfrom megatron.training import pretrain\n")
+    with pytest.raises(LaunchError, match="start it with launch --megatron-lm"):
+        rank_command.check(rank_command.of(str(script), []))
+    rank_command.check(rank_command.of(str(script), [], megatron_lm=True))
+    script.write_text("from megatron.training import get_args\nimport megatron_ft\n")
+    rank_command.check(rank_command.of(str(script), []))
+
+
 def test_a_script_of_megatron_lm_is_the_one_that_messages_name(jobs):
     command = rank_command.of("jobs/train.py", ["--lr", "1"], megatron_lm=True)
     rank_command.check(command)
