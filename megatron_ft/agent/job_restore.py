@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.config import megatron_arguments, megatron_lm_arguments
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import Audit
-from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
+from megatron_ft.config.schema import CheckpointConfig, FaultToleranceConfig, RunConfig
 from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.errors import CheckpointError
 from megatron_ft.types import given
@@ -85,6 +85,11 @@ def _newest(directory: str) -> str:
         return ""  # the process that takes the lock there reports what is wrong
 
 
+def newest(settings: CheckpointConfig) -> str:
+    """Return the name of the newest checkpoint, complete or not, the run's or the script's; "" where there is none."""
+    return _newest(settings.directory) or megatron_lm_arguments.newest(settings.script_directory)
+
+
 def _meta(found: Found) -> Mapping[str, Any]:
     meta = found.manifest["meta"]
     if not isinstance(meta, Mapping) or "shards" not in meta:
@@ -106,7 +111,7 @@ def _check(run: RunConfig, found: Found) -> None:
 def whole_job(settings: FaultToleranceConfig) -> int | None:
     """Return the starts of the whole job that are allowed in an hour; None without checkpoints, where it is never started
     again."""
-    return settings.rejoin.restarts_per_hour if settings.checkpoint.directory else None
+    return settings.rejoin.restarts_per_hour if settings.checkpoint.resumable else None
 
 
 def choose(run: RunConfig, mode: str) -> Origin | None:
@@ -148,19 +153,19 @@ class WholeJob:
 
     def __init__(self, run: RunConfig, hosts: int) -> None:
         settings = run.fault_tolerance
-        self._directory = settings.checkpoint.directory
+        self._checkpoints = settings.checkpoint
         self._anew = config_module.policy_of(run).wipes_out
-        self._may = (settings.rejoin.enabled or self._anew) and bool(self._directory)
+        self._may = (settings.rejoin.enabled or self._anew) and self._checkpoints.resumable
         self._hosts = hosts
         self._per_hour = settings.rejoin.restarts_per_hour
         self._state = restart_policy.Group(since=time.monotonic())
-        self._saved = _newest(self._directory)
+        self._saved = newest(self._checkpoints)
 
     def again(self, code: int) -> bool:
         """Return whether to start the job once more; waits until that is due. ``code``: exit code of the last start."""
         if not (run_ending.starts_again(code) and self._may):
             return False
-        saved, before = _newest(self._directory), self._saved
+        saved, before = newest(self._checkpoints), self._saved
         if not self._anew and not saved:
             return False
         if self._hosts > 1:

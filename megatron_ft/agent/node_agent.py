@@ -42,7 +42,7 @@ from megatron_ft.agent.spare_host import Spare, start_key
 from megatron_ft.agent.tracker_process import Tracking
 from megatron_ft.auth import secret
 from megatron_ft.checkpoint import restore as origins
-from megatron_ft.config import rank_command
+from megatron_ft.config import megatron_lm_arguments, rank_command
 from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
@@ -120,7 +120,8 @@ class Agent:
 
     def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
         self._options, self._config = options, options.config
-        self._saves = bool(options.config.fault_tolerance.checkpoint.directory)
+        checkpoints = options.config.fault_tolerance.checkpoint
+        self._saves, self._resumable = bool(checkpoints.directory), checkpoints.resumable
         rank_command.check(options.command)
         newcomer = options.newcomer
         where = peers.place(options) if newcomer is None else newcomer.place
@@ -173,8 +174,10 @@ class Agent:
         if not self._leads:
             return self._options.run_dir.resolve()
         aside = run_directory.NOTHING
-        if self._saves:
-            aside = run_directory.ANY if self._origin else run_directory.UNFINISHED
+        if self._resumable:
+            own = megatron_lm_arguments.newest(self._config.fault_tolerance.checkpoint.script_directory)
+            saved = self._origin is not None or bool(own)
+            aside = run_directory.ANY if saved else run_directory.UNFINISHED
         return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
 
     def run(self) -> int:
@@ -418,7 +421,7 @@ class Agent:
     def _obeys(self, number: signal.Signals) -> bool:
         """Return whether a signal stops the run."""
         asks_to_save = number in lifeline.SAVE_SIGNALS
-        if asks_to_save and not self._saves:
+        if asks_to_save and not self._resumable:
             say(f"{number.name}: nothing can be saved without fault_tolerance.checkpoint.directory, so the run goes on")
             return False
         # A closed terminal can send SIGHUP several times: from the kernel, and from the shell. The others are repeated, too.
@@ -427,7 +430,7 @@ class Agent:
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
         first, self._signalled = self._signalled is None, self._signalled or number
-        if first and self._record.summary().begun and self._ranks.living() and self._saves:
+        if first and self._record.summary().begun and self._ranks.living() and self._resumable:
             self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._ranks.living():
@@ -558,7 +561,7 @@ class Agent:
 
     def _on_signal(self, signal_: signals.Signal) -> None:
         self._spare.on_signal(signal_)
-        if isinstance(signal_, Stops) and not self._saves:
+        if isinstance(signal_, Stops) and not self._resumable:
             signal.raise_signal(signal.SIGTERM)  # without checkpoints, act as if each agent had been signalled itself
         if not isinstance(signal_, signals.HostAssigned) or signal_.host == self._hosts.place.rank:
             return

@@ -160,11 +160,16 @@ def run(options: argparse.Namespace) -> int:
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return join_as(options, running, 0)
-    if options.megatron_lm and not options.host_rank:
+    if options.megatron_lm:
         from megatron_ft.config import megatron_lm_arguments
 
-        for note in megatron_lm_arguments.changed(options.arguments).notes:
-            say(note)
+        where = run.fault_tolerance.checkpoint.script_directory
+        if last := megatron_lm_arguments.done(options.arguments, where):
+            say(f"all iterations are done: {where} has the checkpoint of iteration {last}")
+            return 0
+        if not options.host_rank:
+            for note in megatron_lm_arguments.changed(options.arguments).notes:
+                say(note)
     job = job_restore.WholeJob(run, options.hosts or 1)
     here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
     while True:

@@ -7,6 +7,7 @@ data-parallel ranks are those of all groups, ``fault_tolerance.inner_shards`` of
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _KEYS = {
     _CLIP: "gradient_clipping",
 }
 _CONTEXT, _RAMPUP, _TOKENS = "--context-parallel-size", "--rampup-batch-size", "--calculate-per-token-loss"
-_SEED = "--seed"
+_SEED, _SAVE, _LOAD = "--seed", "--save", "--load"
 _MICROBATCHES = "gradient_accumulation_steps"
 
 
@@ -109,6 +110,8 @@ def settings_of_script(raw: Mapping[str, Any], words: Sequence[str], shards: int
         section.setdefault("loss_reduction", "token")
     if _SEED in given:
         section.setdefault("seed", given[_SEED])
+    if {_SAVE, _LOAD} <= given.keys() and isinstance(checkpoint := section.setdefault("checkpoint", {}), dict):
+        checkpoint.setdefault("script_directory", os.path.abspath(given[_LOAD]))
     return found
 
 
@@ -137,6 +140,8 @@ def _given(words: Sequence[str], script: bool = False) -> dict[str, Any]:
     if script:
         parser.add_argument(_TOKENS, dest=_TOKENS, action="store_true", default=argparse.SUPPRESS)
         parser.add_argument(_SEED, dest=_SEED, type=int, default=argparse.SUPPRESS)
+        parser.add_argument(_SAVE, dest=_SAVE, default=argparse.SUPPRESS)
+        parser.add_argument(_LOAD, dest=_LOAD, default=argparse.SUPPRESS)
     try:
         given = vars(parser.parse_known_args(list(words))[0])
     except argparse.ArgumentError as error:
@@ -147,7 +152,7 @@ def _given(words: Sequence[str], script: bool = False) -> dict[str, Any]:
             f"the same batch; leave them out"
         )
     for argument, value in given.items():
-        if argument in (_RAMPUP, _TOKENS, _SEED):
+        if argument in (_RAMPUP, _TOKENS, _SEED, _SAVE, _LOAD):
             continue
         (number(0) if argument == _CLIP else whole_number(1))(argument, value)
     return given

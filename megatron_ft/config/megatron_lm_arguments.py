@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ft.errors import ConfigError
 
+NEWEST = "latest_checkpointed_iteration.txt"
+"""The file in a directory of Megatron's checkpoints that names the newest complete one."""
 _ALL = -1
 """Number of values of an argument that takes all words up to the next argument."""
 _STEP = "gradients are summed over the groups when a step is committed"
@@ -117,7 +120,7 @@ REFUSED = {
     "--yaml-cfg": (1, None, "it replaces the arguments of which sizes are read", "give arguments"),
 }
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
-_BACKEND = "--distributed-backend"
+_BACKEND, _ITERATIONS = "--distributed-backend", "--train-iters"
 _BATCH, _SCHEDULE, _EVALUATED = "--global-batch-size", "--step-batch-size-schedule", "--eval-global-batch-size"
 _APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--no-one-logger")
 
@@ -139,6 +142,21 @@ class Changed:
     checks_nan: bool
     missing: str | None
     backend: str | None
+
+
+def newest(directory: str) -> str:
+    """Return the iteration of the newest checkpoint in a directory of Megatron's; "" where there is none."""
+    try:
+        return Path(directory, NEWEST).read_text(encoding="utf-8").strip() if directory else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def done(words: Sequence[str], directory: str) -> int | None:
+    """Return the number of iterations if all of them are saved in ``directory``; else None."""
+    found, asked = newest(directory), [values for name, values in _arguments(words) if name == _ITERATIONS]
+    last = asked[-1][0] if asked and asked[-1] else ""
+    return int(found) if found.isdecimal() and last.isdecimal() and int(found) >= int(last) else None
 
 
 def changed(words: Sequence[str]) -> Changed:
@@ -170,10 +188,12 @@ def _missing(words: Sequence[str]) -> str | None:
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each argument with its values; words that are values of another argument come with an empty list."""
+    left_out = {name: count for name, (count, _) in CHANGED.items()}
+    counts = left_out | {name: count for name, (count, *_) in REFUSED.items()} | {_ITERATIONS: 1}
     rest = list(words)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
-        count = CHANGED[name][0] if name in CHANGED else REFUSED[name][0] if name in REFUSED else 0
+        count = counts.get(name, 0)
         if equals:
             yield (name, [value]) if count else (f"{name}={value}", [])
             continue

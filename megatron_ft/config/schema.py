@@ -234,6 +234,15 @@ class CheckpointConfig:
     memory_gb: float = setting(0.0, number(0))
     """Memory of each host for copies of the newest checkpoints, its own and those of another host. The next start reads
     from there. Copies outlive the job, but not the host. 0: none."""
+    script_directory: str = setting("", STRING)
+    """Directory of checkpoints that the script saves and loads by itself. A run that is told to stop then gives the script
+    time to save (``session.is_told_to_stop``), and the same command begins again in its run directory. ``launch
+    --megatron-lm`` takes it from ``--save`` and ``--load``. "": none."""
+
+    @property
+    def resumable(self) -> bool:
+        """True if the same command goes on from a checkpoint, the run's or the script's."""
+        return bool(self.directory or self.script_directory)
 
 
 @dataclass(frozen=True, kw_only=True)

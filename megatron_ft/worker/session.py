@@ -135,6 +135,8 @@ class Session:
         config: the run's configuration, frozen.
         group: number of this rank's group.
         position: number of this rank in its group; the rank at position 0 leads the group.
+        is_told_to_stop: whether a launcher was told to stop the run; groups hear it at different times. A script that saves
+            by itself (``fault_tolerance.checkpoint``) ends then, after a step on which its groups agree (:meth:`end`).
     """
 
     def __init__(self, env: RankEnvironment, listens: bool = True) -> None:
@@ -145,6 +147,7 @@ class Session:
         self._total, self._entered, self._leaving = 0, False, ""
         self._loop = ExplicitLoop()
         self._store_away = False
+        self.is_told_to_stop = False
         self._claimant = self._take_part_in_claims()
         where = env.store if self._claimant is None else self._claimant.log
         self._store = ControlStore(where, env.run_id, _STORE_TIMEOUT_S, secret=env.secret)
@@ -899,6 +902,9 @@ class Session:
                 _log.info(f"group {self.group} is asked to leave: {why}")
             case signals.LeaveRequested() | signals.HostAssigned() | signals.RestartRefused():
                 pass  # of another group, or only for agents
+            case Stops() if not self.is_told_to_stop:
+                self.is_told_to_stop = True
+                self._role.on_signal(verdict)
             case Saves() | Stops() | signals.ViewAgreed() | signals.RunFinished():  # steps do not wait for these
                 self._role.on_signal(verdict)
             case signals.ChecksumsRequested():

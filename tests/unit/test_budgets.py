@@ -22,7 +22,7 @@ BUDGETS = {
     "runlog": 1770,
     "utils": 1420,
     "faults": 1360,
-    "config": 1620,
+    "config": 1650,
     "planning": 1170,
     "qualify": 1210,
     "checkpoint": 1210,

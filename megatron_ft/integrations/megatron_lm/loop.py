@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import megatron_ft
 from megatron_ft.config import megatron_lm_arguments, rank_env
+from megatron_ft.config.megatron_lm_arguments import NEWEST
 from megatron_ft.engines.megatron.reports import VOTE
 from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import ConfigError, EngineError
@@ -40,7 +41,6 @@ _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 """Arguments that Megatron's loop passes on to its schedule."""
 _CARRIED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Counters among Megatron's arguments that move with the iterations."""
-NEWEST = "latest_checkpointed_iteration.txt"
 
 
 @contextmanager
@@ -284,23 +284,25 @@ class Loop:
         return torch.cuda.current_device()
 
     def _voting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward_step``; its reports also say whether the time of --exit-duration-in-mins is over here, so that
-        all groups know it at the same iteration."""
-        minutes = self._args.exit_duration_in_mins
-        if not minutes:
-            return forward_step
+        """Return ``forward_step`` whose reports also say whether this rank has a reason to exit, so that all groups know it
+        at the same iteration."""
 
         def step(*arguments: Any, **options: Any) -> Any:
             output, loss = forward_step(*arguments, **options)
 
             def voted(*outputs: Any, **more: Any) -> Any:
                 found = loss(*outputs, **more)
-                over = time.time() - self._module._TRAIN_START_TIME > 60 * minutes
-                return (*found[:-1], {VOTE: torch.tensor([float(over)]), **found[-1]})
+                return (*found[:-1], {VOTE: torch.tensor([float(bool(self._reason_to_exit()))]), **found[-1]})
 
             return output, voted
 
         return step
+
+    def _reason_to_exit(self) -> str:
+        minutes = self._args.exit_duration_in_mins
+        if minutes and time.time() - self._module._TRAIN_START_TIME > 60 * minutes:
+            return f"after {minutes} minutes"
+        return "as it was told to stop" if self._session.is_told_to_stop else ""
 
     # --- what follows an iteration ------------------------------------------------------------------------------------
 
@@ -326,7 +328,7 @@ class Loop:
         if voted and not ends:
             if args.save and not (args.save_interval and iteration % args.save_interval == 0):
                 self._module.save_checkpoint_and_time(*arguments, train_data_iterator=rest[1])
-            self._module.print_datetime(f"exiting program after {args.exit_duration_in_mins} minutes")
+            self._module.print_datetime(f"exiting program {self._reason_to_exit() or 'as another group has to'}")
         self._ends = bool(voted or ends)
         return self._ends
 
@@ -533,7 +535,5 @@ def _changed(args: Any, **values: Any) -> Iterator[None]:
 
 def _newest(directory: Path) -> int:
     """Return the iteration of the newest complete checkpoint; -1 if there is none."""
-    try:
-        return int((directory / NEWEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return -1
+    found = megatron_lm_arguments.newest(str(directory))
+    return int(found) if found.isdecimal() else -1
