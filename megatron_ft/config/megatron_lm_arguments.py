@@ -17,7 +17,7 @@ NEWEST = "latest_checkpointed_iteration.txt"
 _ALL = -1
 """Number of values of an argument that takes all words up to the next argument."""
 _STEP = "gradients are summed over the groups when a step is committed"
-_ENDS = "SIGTERM makes a group leave in order, and `megatron-ft stop` ends the run"
+_ENDS = "a signal to the launcher, or `megatron-ft stop`, makes a script with --save and --load save and end"
 _MASKED = "the run itself masks failures and judges ranks that hang"
 _GRAPHS = "passes are made one by one"
 _INJECTED = "`megatron-ft inject` injects faults"
