@@ -123,11 +123,11 @@ def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data
 HANGS_INSIDE = """
 import threading
 import torch, torch.distributed as dist
-from megatron_ft.core.detection import collective_stalls
+from megatron_ft.core.detection import rank_health
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.session import Session
 
-collective_stalls.LEAST_S = 2.0
+rank_health.LEAST_S = 2.0
 plain, inside = Session.train_step, RankExecutor.inside
 
 def train_step(self, *args):
