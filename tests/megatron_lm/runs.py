@@ -44,7 +44,8 @@ _NUMBER = r"([0-9.]+(?:E[+-]\d+)?|nan|inf)"
 _ITERATION = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
 _EVALUATION = re.compile(r" validation loss at iteration (\d+(?: on \w+ set)?) \| (.*)")
 _VALUE = re.compile(rf"([^|:]+): +{_NUMBER} \|")
-_TIMES = ("elapsed time per iteration (ms)",)
+_OTHERS = ("elapsed time per iteration (ms)", "allocated", "max allocated", "reserved", "max reserved")
+"""Values that differ between runs, or that another rank of torchrun has written into the same line."""
 
 
 def unpacked() -> Path:
@@ -95,7 +96,7 @@ class Said:
             for name, rest in pattern.findall(text):
                 key = int(name) if where is self.iterations else name
                 values = {
-                    name.strip(): float(value) for name, value in _VALUE.findall(rest) if name.strip() not in _TIMES
+                    name.strip(): float(value) for name, value in _VALUE.findall(rest) if name.strip() not in _OTHERS
                 }
                 assert where.setdefault(key, values) == values, f"{key} is logged with {where[key]} and {values}"
 
