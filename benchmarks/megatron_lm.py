@@ -1,6 +1,6 @@
 """The cost of ``launch --megatron-lm`` beside plain Megatron-LM, when nothing fails.
 
-    python benchmarks/megatron_lm.py [--pairs 20] [--iterations 40]
+    python benchmarks/megatron_lm.py [--pairs 20] [--iterations 30]
 
 The same script (``tests/megatron_lm/pretrain_gpt.py``) with the same arguments on the same 2 ranks: two groups of one rank,
 and torchrun with data parallelism 2. The two take turns. Times are those that Megatron's own loop logs for each iteration;
@@ -23,7 +23,7 @@ from tests.megatron_lm import runs
 WARMUP, LIMIT = 5, 1.02
 ARGUMENTS = (
     *runs.MOCK,
-    *("--num-layers", 6, "--hidden-size", 384, "--num-attention-heads", 6, "--seq-length", 128),
+    *("--num-layers", 4, "--hidden-size", 256, "--num-attention-heads", 4, "--seq-length", 128),
     *("--max-position-embeddings", 128, "--eval-iters", 0, "--lr", 1e-4),
 )
 _TIME = re.compile(r" iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -32,7 +32,7 @@ _TIME = re.compile(r" iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=30)
     options = parser.parse_args()
     megatron = runs.unpacked()
     arguments = (*ARGUMENTS, "--train-iters", options.iterations, "--lr-decay-iters", options.iterations)
