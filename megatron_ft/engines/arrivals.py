@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_ft.engines.port import Ready
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket
-
-
-def _register(parameter: Any, hook: Callable[[nn.Parameter], None]) -> None:
-    parameter.register_post_accumulate_grad_hook(hook)
 
 
 class Arrivals:
@@ -40,7 +37,7 @@ class Arrivals:
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         check: Callable[[Bucket, int, nn.Parameter], None] = lambda number, index, parameter: None,
-        register: Callable[[Any, Callable[[nn.Parameter], None]], object] = _register,
+        register: Callable[[Any, Callable[[Any], None]], object] = torch.Tensor.register_post_accumulate_grad_hook,
     ) -> None:
         self._buckets, self._check = buckets, check
         self._arrived: list[set[int]] = [set() for _ in buckets]
