@@ -378,12 +378,14 @@ class Session:
         return self._save(Path(path), write)
 
     def _save(self, path: Path, write: Callable[[Path], object]) -> Path:
-        place = path.absolute()
+        self._begin_save(path.absolute()).save(write)
+        return path
+
+    def _begin_save(self, place: Path) -> FinalSave:
         number = self.step, self._number(f"save {place}")
         save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
         self._ended.append((f"save {place}", save))
-        save.save(write)
-        return path
+        return save
 
     def save_together(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Do :meth:`save` with a ``write`` that all ranks of the group call together, each with the same path; also before
@@ -393,12 +395,9 @@ class Session:
         """
         self._rank.together = write
         place = Path(path).absolute()
-        number = self.step, self._number(f"save {place}")
-        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
-        self._ended.append((f"save {place}", save))
         try:
             with self._until_lost():
-                self._role.save_together(save)
+                self._role.save_together(self._begin_save(place))
         finally:
             self._rank.together = None
         return place
