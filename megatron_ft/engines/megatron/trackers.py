@@ -9,7 +9,7 @@ Failures it assumes: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -45,22 +45,19 @@ class Trackers:
 
     def take(self, to: torch.Tensor) -> None:
         """Add what the present microbatch has recorded since the last call to ``to``, and clear it."""
-        if not self.elements:
-            return
-        for name, values in _recorded().items():
-            place = self._place(name, values)
-            if place is not None:
-                to[place] += values
-                values.zero_()
+        for place, values in self._placed():
+            to[place] += values
+            values.zero_()
 
     def put(self, sums: torch.Tensor) -> None:
         """Replace what is recorded by the sums of a step."""
-        if not self.elements:
-            return
-        for name, values in _recorded().items():
-            place = self._place(name, values)
-            if place is not None:
-                values.copy_(sums[place])
+        for place, values in self._placed():
+            values.copy_(sums[place])
+
+    def _placed(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        for name, values in _recorded().items() if self.elements else ():
+            if (place := self._place(name, values)) is not None:
+                yield place, values
 
     def _place(self, name: str, values: torch.Tensor) -> slice | None:
         if name not in self._places and len(self._places) < _NAMES and len(values) <= self._layers:
