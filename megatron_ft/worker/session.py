@@ -519,8 +519,8 @@ class Session:
             EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        given_ = {"scheduler": scheduler, "seq_length": seq_length, "reads": reads, "schedule": schedule}
-        self._engine = self._maker.megatron(chunks, optimizer, forward_step, **given_)
+        own: dict[str, Any] = {"seq_length": seq_length, "reads": reads, "schedule": schedule}
+        self._engine = self._maker.megatron(chunks, optimizer, forward_step, scheduler=scheduler, **own)
         return self._engine
 
     def mesh(self, device: str | None = None) -> DeviceMesh:
@@ -901,10 +901,8 @@ class Session:
                 _log.info(f"group {self.group} is asked to leave: {why}")
             case signals.LeaveRequested() | signals.HostAssigned() | signals.RestartRefused():
                 pass  # of another group, or only for agents
-            case Stops() if not self.is_told_to_stop:
-                self.is_told_to_stop = True
-                self._role.on_signal(verdict)
             case Saves() | Stops() | signals.ViewAgreed() | signals.RunFinished():  # steps do not wait for these
+                self.is_told_to_stop |= isinstance(verdict, Stops)
                 self._role.on_signal(verdict)
             case signals.ChecksumsRequested():
                 self._rank.publish_checksums(verdict)
