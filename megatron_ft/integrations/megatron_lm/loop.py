@@ -161,7 +161,6 @@ class Loop:
         args, session = self._args, self._session
         source = _source(iterator)
         self._check(args)
-        schedule = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
         self._engine = session.megatron(
             model,
             optimizer,
@@ -169,7 +168,7 @@ class Loop:
             scheduler,
             seq_length=args.seq_length,
             reads=source.reads,
-            schedule={**schedule, "decoder_seq_length": args.decoder_seq_length},
+            schedule=self._schedule(options),
         )
         here = {"iteration": args.iteration, **{name: getattr(args, name) for name in _CARRIED}}
         self._started = session.constant("megatron_lm", here)
@@ -199,6 +198,11 @@ class Loop:
             session.end()
             self.finish()
             raise
+
+    def _schedule(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what Megatron's loop passes on to its schedule. ``options``: those of the loop's function."""
+        given_on = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
+        return {**given_on, "decoder_seq_length": self._args.decoder_seq_length}
 
     def _check(self, args: Any) -> None:
         """Raise ``ConfigError`` where Megatron's arguments differ from the config of the run."""
@@ -337,9 +341,8 @@ class Loop:
     ) -> Any:
         """Log as Megatron does; its throughput is that of a GPU of the whole job."""
         args = self._args
-        if (
-            self._total_losses is not total_losses
-        ):  # the first time; those before are of a checkpoint, or of other groups
+        if self._total_losses is not total_losses:
+            # The first time; those before are of a checkpoint, or of other groups.
             total_losses.update(self._total_losses)
             self._total_losses = total_losses
         if options.get("is_first_iteration") and self._session.env.incarnation:
@@ -350,11 +353,9 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """What groups have in common beside the model: Megatron's counters, and the losses that are not logged yet."""
         counters = {name: getattr(self._args, name) for name in _CARRIED}
-        losses = {name: value for name, value in self._total_losses.items() if torch.is_tensor(value)}
-        iterations = {name: value for name, value in self._total_losses.items() if not torch.is_tensor(value)}
         names = list(self._engine.reports.names)
         positions = [source.position for source in self._made]  # those of evaluations
-        told = {"counters": counters, "flops": self._flops, "losses": losses, "iterations": iterations}
+        told = {"counters": counters, "flops": self._flops, "losses": dict(self._total_losses)}
         return {**told, "names": names, "positions": positions, "records": self._engine.trackers.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -368,8 +369,9 @@ class Loop:
             source.position = position
         self._engine.reports.names = {name: place for place, name in enumerate(state["names"])}
         self._engine.trackers.load(state["records"])
-        losses = {name: value.to(self._device) for name, value in state["losses"].items()}
-        self._total_losses = {**losses, **state["iterations"]}
+        self._total_losses = {
+            name: value.to(self._device) if torch.is_tensor(value) else value for name, value in state["losses"].items()
+        }
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ class Loop:
                 f"ranks; change it"
             )
         run = self._module.get_forward_backward_func()
-        schedule = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
+        schedule = self._schedule(options)
         shards = session.config.shards
 
         def losses(unit: int) -> dict[str, float]:
@@ -416,7 +418,6 @@ class Loop:
                 num_microbatches=rounds,
                 seq_length=args.seq_length,
                 micro_batch_size=deal.micro_batch,
-                decoder_seq_length=args.decoder_seq_length,
                 forward_only=True,
                 **schedule,
             )
