@@ -2,8 +2,8 @@
 
 The agent learns of a death from ``waitpid`` and signals only processes that it started and has not yet waited for, so it
 can never hit a reused pid. It decides nothing about training; it reports what it observes. With ``fault_tolerance.rejoin``
-it starts the ranks of a lost group again (``agent.restarter``), after it has ended what remains of the group. A host
-without ranks (``agent.join``) waits for ranks that have lost their host (``agent.spare_host``).
+it starts the ranks of a lost group again (``core.lifecycle.group_returns``), after it has ended what remains of the
+group. A host without ranks (``agent.join``) waits for ranks that have lost their host (``agent.spare_host``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megatron_ft.agent import (
     peers,
     rank_monitor,
     rank_process,
-    restarter,
     run_lock,
     stall_watch,
     store_takeover,
@@ -47,7 +46,7 @@ from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
 from megatron_ft.core.detection import rank_health
-from megatron_ft.core.lifecycle import spare_policy
+from megatron_ft.core.lifecycle import group_returns, spare_policy
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
@@ -273,10 +272,8 @@ class Agent:
         self._succession = store_takeover.StoreTakeover(
             self._hosts,
             self._run_dir,
-            self._ranks.seats,
-            self._ranks.entered,
-            lambda: self._restarts.seats.view,
-            self._ranks.starter.told,
+            self._ranks,
+            self._restarts,
             self._client.hurry,
             lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
         )
@@ -368,18 +365,13 @@ class Agent:
             self._client.stir()  # where links are cut, a notice may be late or lost
         for change in changes:
             parts = [self._restarts.incarnation(group) for group in self._hosts.shared()]
-            silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
+            silent = self._restarts.with_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
             if not self._ended():
                 verdict = signals.classify(silent)
                 assert isinstance(verdict, GroupFailed | signals.HostSilent)
                 say(verdict.reason)
                 self._announce(silent)
                 self._record.note("silence", **vars(silent))
-
-    def _known_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
-        """Return the signal with the newest known starts of groups that were started again."""
-        newest = {group: self._restarts.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
-        return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
 
     def _buried(self, rank: Rank) -> None:
         """Report that a rank has ended, first to the survivors, then in the record. A dropped rank was reported before."""
@@ -466,18 +458,19 @@ class Agent:
 
     # --- lost groups that come back -----------------------------------------------------------------------------------
 
-    def _prepare_returns(self) -> restarter.RestartManager:
+    def _prepare_returns(self) -> group_returns.RestartManager:
         settings = self._config.fault_tolerance
-        here = {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks}
-        return restarter.RestartManager(
+        return group_returns.RestartManager(
             self._client,
-            settings,
-            here,
+            {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks},
             self._hosts.shared(),
             first_view(self._config.groups),
+            settings.min_groups,
+            settings.rejoin.restarts_per_hour if settings.rejoin.enabled else None,
             # Where this host has all groups and none of them lives, a store that is away has no news for it.
             settings.store_patience_s if self._hosts.place.others else 0.0,
             lambda group, incarnation: self._record.summary().has_committed(group, incarnation),
+            time.monotonic,
             fenced=self._hosts.is_fenced,
         )
 
@@ -513,7 +506,7 @@ class Agent:
             if waits and not (saves and progress_counters.has_state(rank.watched.pulse)):
                 rank.drop()
 
-    def _may_start(self, start: restarter.Start) -> bool:
+    def _may_start(self, start: group_returns.Start) -> bool:
         """Return whether this host is to make that start; False while that is unknown."""
         first = min(position for group, position in self._hosts.ranks if group == start.group)
         owner = self._client.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
@@ -522,7 +515,7 @@ class Agent:
             self._idles = True  # this host was taken for lost; news of its replacement is on the way
         return owner == self._hosts.place.rank
 
-    def _start_again(self, start: restarter.Start) -> None:
+    def _start_again(self, start: group_returns.Start) -> None:
         self._restarts.started(start)
         where = self._hosts.who
         for position in (position for group, position in self._hosts.ranks if group == start.group):
@@ -554,7 +547,7 @@ class Agent:
         self._ranks.starter.house(self._hosts.ranks)
         self._announce(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
         for correction in corrections:
-            self._announce(self._known_starts(correction))
+            self._announce(self._restarts.with_starts(correction))
         shared = self._hosts.shared()
         for part in spare_policy.parts_of(me, new):
             self._restarts.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
@@ -567,7 +560,7 @@ class Agent:
             return
         before = self._hosts.ranks
         for correction in self._hosts.on_signal(signal_):
-            self._announce(self._known_starts(correction))
+            self._announce(self._restarts.with_starts(correction))
         if signal_.host in self._hosts.beats.known():
             # Otherwise its number is given away again after the host and the store are lost.
             self._client.knows(join.number_key(signal_.host), signal_.name)

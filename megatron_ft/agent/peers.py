@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.agent.heartbeat import Change, HeartbeatService
+from megatron_ft.agent.heartbeat import HeartbeatService
 from megatron_ft.agent.operator_requests import STORE_KEY
 from megatron_ft.agent.store_keeper import StoreSupervisor
 from megatron_ft.auth import secret as secrets
@@ -31,6 +31,7 @@ from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.config.store_address import EtcdAddress, is_etcd
 from megatron_ft.coordination import store
 from megatron_ft.coordination.store.run_store import ControlStore
+from megatron_ft.core.detection.heartbeats import Change
 from megatron_ft.core.detection.link_detector import are_partners
 from megatron_ft.core.lifecycle import spare_policy
 from megatron_ft.core.lifecycle.checkpoint_policy import partner

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.schema import AUTO, DetectorConfig
@@ -27,13 +27,11 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Watched:
-    """One watched rank: its process and its pulse. ``given_up`` is the reason, once there is one."""
+class Watched(rank_health.Watched):
+    """One watched rank: its process and its pulse."""
 
     pid: int
     pulse: Path
-    health: rank_health.Health = field(default_factory=rank_health.Health)
-    given_up: str = ""
 
 
 class Monitor:
@@ -53,25 +51,13 @@ class Monitor:
         self._due = self._clock()
 
     def poll_ranks(self, ranks: Iterable[Watched], is_outage: Callable[[], bool] = lambda: False) -> list[Watched]:
-        """Return the ranks that are newly given up, if a look is due.
-
-        ``is_outage``: returns whether other groups are stuck in storage, too; called at most once, and only before a
-        rank in storage would be given up.
-        """
+        """Return the ranks that are newly given up, if a look is due. ``is_outage``: see ``rank_health.look``."""
         now = self._clock()
         if now < self._due:
             return []
-        self._due = now + LOOK_EVERY_S
         looked = [(rank, sample) for rank in ranks if not rank.given_up and (sample := _sample(rank)) is not None]
-        for rank, sample in looked:
-            rank.health = rank_health.add(rank.health, sample, now, self._limits)
-        limits, asks = self._limits, [rank for rank, _ in looked if rank.health.is_overdue(self._limits)]
-        outage = any(rank.health.in_storage(limits) for rank in asks) and is_outage()
-        for rank, sample in looked:
-            rank.health, rank.given_up = rank_health.classify(rank.health, limits, outage)
-            if not rank.given_up and sample.state in "Tt":
-                left_s = limits.stopped_s - rank.health.stopped_s
-                self._due = min(self._due, now + max(left_s, _LEAST_S))
+        due_s = rank_health.look(looked, now, self._limits, is_outage)
+        self._due = now + min(LOOK_EVERY_S, max(due_s, _LEAST_S))
         return [rank for rank, _ in looked if rank.given_up]
 
 

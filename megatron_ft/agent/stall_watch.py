@@ -20,9 +20,9 @@ from megatron_ft.agent import rank_monitor
 from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.agent.rank_process import Rank
-from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection import group_stalls, rank_health
+from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.utils import steady_clock
 from megatron_ft.utils.console import say
 

@@ -11,9 +11,9 @@ from tests.unit.test_packages import MODULES, package_of
 
 BUDGETS = {
     "worker": 4870,
-    "core": 4290,
+    "core": 4660,
     "engines": 3730,
-    "agent": 3280,
+    "agent": 2970,
     "simulation": 3230,
     "collectives": 2000,
     "coordination": 1820,

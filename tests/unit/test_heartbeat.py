@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService, Said, _Other
+from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService
+from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.utils import file_descriptors
 from tests.stores import await_
 from tests.support import SECRET
@@ -27,7 +28,8 @@ def hosts():
 
 def heard(host: HeartbeatService, *datagrams: bytes) -> int:
     """Return how many of these count as beats of host 0."""
-    host._others.setdefault(0, _Other(("127.0.0.1", 9))).beats = 0
+    host.listen_to([0])
+    host._others[0].beats = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
         for data in datagrams:
             mouth.sendto(data, host._socket.getsockname())

@@ -9,13 +9,15 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ft.agent import agent_record
-from megatron_ft.agent.heartbeat import Said
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.agent.store_takeover import StoreTakeover
 from megatron_ft.coordination.store import Locator, Log, LogAway, StoreGone
+from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
+from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.shell import carry_out
 from megatron_ft.runlog import history
 from megatron_ft.worker.session import Session
 from tests.stores import await_
@@ -54,20 +56,22 @@ class Agent:
         )
         self.told, self.moved, note = directory / "told", MagicMock(), MagicMock()
         self.seats, self.view = frozenset({(1, 0)}), first_view(3)
-        self.agent = StoreTakeover(
-            hosts,
-            directory,
-            lambda: self.seats,
-            lambda: self.seated,
-            lambda: self.view,
-            self.told,
-            self.moved,
-            note,
-        )
+        starter = SimpleNamespace(told=self.told)
+        ranks = SimpleNamespace(seats=lambda: self.seats, entered=lambda: self.seated, starter=starter)
+        restarts = MagicMock()
+        type(restarts.seats).view = property(lambda _: self.view)
+        self.agent = StoreTakeover(hosts, directory, ranks, restarts, self.moved, note)
         self.agent._probe = MagicMock()
         self.agent._probe.get.side_effect = StoreGone("its host is lost")
 
     seated: frozenset = frozenset()
+
+    @property
+    def succession(self) -> Succession:
+        return self.agent._succession
+
+    def look(self) -> None:
+        carry_out(self.succession.look())
 
     def claims(self) -> list[tuple[int, str]]:
         return [(claim.host, claim.address) for claim in self.log.read()]
@@ -79,19 +83,19 @@ def agent(tmp_path):
 
 
 def test_the_next_host_takes_the_store_over_and_tells_its_ranks_and_the_other_hosts(agent):
-    agent.agent._poll()
+    agent.look()
     assert agent.claims() == [(0, OLD), (1, OWN)] and agent.keeper.serves
     assert agent.told.read_text() == "1" and agent.moved.called and agent.locator.text == OWN
-    agent.agent._poll()
+    agent.look()
     assert agent.beats.says == Said(1, True)
 
 
 def test_a_store_that_does_not_answer_is_asked_once_before_a_host_that_hears_half_of_the_hosts_takes_it_over(agent):
     """Each question to a host without power takes as long as it may; the wait for this host's turn goes on meanwhile."""
-    agent.said, agent.agent._looked = {}, time.monotonic()
+    agent.said, agent.succession._looked = {}, time.monotonic()
     agent.view = first_view(2)
     while not agent.keeper.serves:
-        agent.agent._poll()
+        agent.look()
     assert agent.agent._probe.get.call_count == 1
 
 
@@ -101,14 +105,14 @@ def test_a_host_whose_group_has_joined_takes_over_although_it_has_not_read_that_
     agent.said, agent.view = {}, first_view(1)
     agent.seated = agent.seats if member else frozenset()
     for _ in range(4):
-        agent.agent._looked = agent.agent._waited_s = 0.0
-        agent.agent._poll()
+        agent.succession._looked = agent.succession._waited_s = 0.0
+        agent.look()
     assert agent.keeper.serves == member
 
 
 def test_nothing_is_taken_over_while_another_host_reaches_the_stores_host(agent):
     agent.said = {2: Said(0, True)}
-    agent.agent._poll()
+    agent.look()
     assert agent.claims() == [(0, OLD)] and agent.beats.says == Said(0, False)
 
 
@@ -117,34 +121,34 @@ def test_a_host_that_was_faster_is_followed_and_not_the_one_before_it(agent):
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
     agent.said = {2: Said(1, True)}
     for _ in range(3):
-        agent.agent._poll()
+        agent.look()
     assert agent.claims() == [(0, OLD), (2, OTHER)] and agent.locator.text == OTHER and not agent.keeper.serves
 
 
 def test_a_store_that_was_just_claimed_is_asked_at_once_and_waited_for_as_long_as_the_one_before(agent):
     """This host hears no other one, and has waited long enough for the store before."""
     agent.said = {}
-    agent.agent._poll()
+    agent.look()
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
-    agent.agent._waited_s, agent.agent._read_at = 100.0, 0.0
+    agent.succession._waited_s, agent.succession._read_at = 100.0, 0.0
     for _ in range(2):
-        agent.agent._poll()
+        agent.look()
     assert agent.claims() == [(0, OLD), (2, OTHER)] and agent.locator.text == OTHER
     assert agent.agent._probe.get.call_count == 2
 
 
 def test_the_store_ends_at_a_host_that_finds_it_at_another_host(agent):
-    agent.agent._poll()
+    agent.look()
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 1 is silent"))
     agent.said = {2: Said(2, True)}
-    agent.agent._poll()
+    agent.look()
     assert not agent.keeper.serves and agent.locator.text == OTHER and agent.told.read_text() == "2"
 
 
 def test_a_host_whose_groups_are_all_left_out_takes_nothing_over(agent):
     agent.log.create(store_failover.fence(agent.log.read()[-1], [(1, 0)], 2, "host 1 is silent"))
     for _ in range(3):
-        agent.agent._poll()
+        agent.look()
     assert agent.claims() == [(0, OLD), (0, OLD)]
 
 
@@ -153,9 +157,9 @@ def test_a_group_that_was_started_again_takes_nothing_over_while_it_has_no_seat(
     agent.log.create(store_failover.fence(agent.log.read()[-1], [(0, 0), (1, 0)], 2, "hosts 0 1 are silent"))
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
     agent.seats, agent.said = frozenset({(1, 1)}), {}
-    agent.agent._poll()
-    agent.agent._waited_s = 100.0
-    agent.agent._poll()
+    agent.look()
+    agent.succession._waited_s = 100.0
+    agent.look()
     assert agent.claims() == [(0, OLD), (0, OLD), (2, OTHER)]
 
 
@@ -217,7 +221,7 @@ def test_a_bug_in_one_look_does_not_end_the_succession(agent, monkeypatch, caplo
         looks.append(1)
         raise ZeroDivisionError("of a test")
 
-    monkeypatch.setattr(agent.agent, "_poll", look)
+    monkeypatch.setattr(agent.succession, "look", look)
     with caplog.at_level("INFO"):
         agent.agent.start()
         await_(lambda: len(looks) > 1, "it looks again")

@@ -21,8 +21,8 @@ suspended, or too busy) does not count. A pid is the agent's own child, so it is
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_ft.types import GroupId
@@ -212,6 +212,36 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
         finished=health.finished + (1 if worked else 0),
         longest_s=max(health.longest_s, health.still_s + passed_s) if learned else health.longest_s,
     )
+
+
+@dataclass
+class Watched:
+    """One watched rank. ``given_up`` is the reason, once there is one."""
+
+    health: Health = field(default_factory=Health, kw_only=True)
+    given_up: str = field(default="", kw_only=True)
+
+
+def look(
+    looked: Collection[tuple[Watched, Sample]], now: float, limits: Limits, is_outage: Callable[[], bool]
+) -> float:
+    """Take in a sample of each rank that is not given up, and give up those that are stopped or stuck. Return the seconds
+    until the next one that is stopped now is to be given up, ``inf`` if none is.
+
+    ``is_outage``: returns whether other groups are stuck in storage, too; called at most once, and only before a rank in
+    storage would be given up.
+    """
+    for rank, sample in looked:
+        rank.health = add(rank.health, sample, now, limits)
+    outage = (
+        any(rank.health.is_overdue(limits) and rank.health.in_storage(limits) for rank, _ in looked) and is_outage()
+    )
+    due_s = float("inf")
+    for rank, sample in looked:
+        rank.health, rank.given_up = classify(rank.health, limits, outage)
+        if not rank.given_up and sample.state in "Tt":
+            due_s = min(due_s, limits.stopped_s - rank.health.stopped_s)
+    return due_s
 
 
 def _state(health: Health) -> str:

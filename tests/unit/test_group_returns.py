@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.agent.peers import Place
-from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.agent.spare_host import Spare
-from megatron_ft.config.schema import FaultToleranceConfig, RejoinConfig
+from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.core.lifecycle.spare_policy import parts_of
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
@@ -72,9 +71,9 @@ def clock():
 
 
 def agent(clock, store=None, here=None, shared=(), enabled=True, per_hour=6, patience_s=30.0, begun=lambda *_: True):
-    settings = FaultToleranceConfig(rejoin=RejoinConfig(enabled=enabled, restarts_per_hour=per_hour))
     voice = Voice(store or Store())
-    made = RestartManager(voice, settings, here or {1: True, 2: True}, shared, FIRST, patience_s, begun, clock)
+    allowed = per_hour if enabled else None
+    made = RestartManager(voice, here or {1: True, 2: True}, shared, FIRST, 1, allowed, patience_s, begun, clock)
     return made, voice
 
 

@@ -1,5 +1,5 @@
 """Lost groups that come back: what an agent knows of them, and which groups it has to start again
-(``core.lifecycle.restart_policy`` decides).
+(``restart_policy`` decides when). The simulated agent (``simulation.protocol.simulated_hosts``) goes by the same.
 
 An agent sees the exits of its own ranks and hears the notices of all others, so it knows of every loss of its groups
 and whether a live group is left to come back to. The host of position 0 leads the return of a group with ranks on
@@ -12,13 +12,10 @@ unknown which groups are lost and which are left. A notice may come twice.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from megatron_ft.agent.agent_client import AgentClient
-from megatron_ft.config.rank_env import seat
-from megatron_ft.config.schema import FaultToleranceConfig
 from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed, LeaveAnnounced
@@ -49,37 +46,63 @@ class Refusal:
     reason: str
 
 
+class Client(Protocol):
+    """The agent's client of the control store. Failures it assumes: those of this module."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the store did not answer when it was asked last."""
+
+    @property
+    def told(self) -> bool:
+        """Whether all that this agent had to announce is on the store."""
+
+    def newest_view(self, known: View) -> View:
+        """Return the newest view that stands; ``known`` while no newer one is found."""
+
+    def put(self, key: str, value: Any) -> bool:
+        """Write a key that only this agent writes. False: the store is away."""
+
+    def get(self, key: str) -> Any | None:
+        """Return what stands there; None while that is unknown."""
+
+
 class RestartManager:
     """The returns of lost groups of one host.
 
     Args:
+        client: of this agent.
         here: this host's groups, each with whether this host has its position 0. Groups are added by :meth:`adopt` and
             removed by :meth:`forget`.
         shared: those of them with ranks on other hosts, too.
+        first: the view at the start.
+        min_groups: with fewer live groups the run stops.
+        per_hour: starts of a group that are allowed in any hour, the very first not counted; None: none comes back.
         patience_s: seconds to wait for a store that is away when none of this host's ranks lives.
         begun: (group, incarnation) -> whether that start has had a part in a committed step.
+        clock: monotonic, in seconds.
         fenced: (group, incarnation) -> whether a claim leaves that start out, so that others go on without it.
     """
 
     def __init__(
         self,
-        client: AgentClient,
-        settings: FaultToleranceConfig,
+        client: Client,
         here: Mapping[GroupId, bool],
         shared: Collection[GroupId],
         first: View,
+        min_groups: int,
+        per_hour: int | None,
         patience_s: float,
         begun: Callable[[GroupId, int], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
         fenced: Callable[[GroupId, int], bool] = lambda group, incarnation: False,
     ) -> None:
         self._client, self._leads, self._shared = client, dict(here), frozenset(shared)
-        self._per_hour = settings.rejoin.restarts_per_hour
+        self._per_hour, self._returns = per_hour or 0, per_hour is not None
         self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
-        self._returns = settings.rejoin.enabled
         never = "" if self._returns else "fault_tolerance.rejoin.enabled is false"
         self._groups = {group: restart_policy.Group(since=clock(), never=never) for group in here}
-        self._seats = restart_policy.Seats(first, settings.min_groups)
+        self._seats = restart_policy.Seats(first, min_groups)
         self._losses: tuple[run_ending.Loss, ...] = ()
         self._unjudged: list[signals.Signal] = []
         self._to_say: dict[str, dict[str, str]] = {}
@@ -155,6 +178,11 @@ class RestartManager:
     def newest(self, group: GroupId) -> int:
         """Return the last start of any group that is known to be dead or has been a member; 0 where there is none."""
         return max(self._seats.view.incarnations.get(group, 0), self._seats.graves.get(group, 0))
+
+    def with_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
+        """Return the notice with the newest known starts of groups that were started again."""
+        newest = {group: self.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
+        return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
 
     @property
     def seats(self) -> restart_policy.Seats:
@@ -282,15 +310,20 @@ class RestartManager:
 
     def _decide(self, group: GroupId, incarnation: int, decision: dict[str, str]) -> None:
         if self._leads[group] and group in self._shared:
-            self._to_say[f"restart/{seat(group, incarnation)}"] = decision
+            self._to_say[_key(group, incarnation)] = decision
 
     def _follow(self, number: GroupId) -> None:
         group = self._groups[number]
         if not group.pending or group.due is not None:
             return
         for incarnation in range(group.incarnation + 1, group.incarnation + 1 + _SKIPPED):
-            decision = self._client.get(f"restart/{seat(number, incarnation)}")
+            decision = self._client.get(_key(number, incarnation))
             if decision is not None and "never" in decision:
                 self._groups[number] = restart_policy.never(group, decision["never"])
             elif decision is not None:
                 self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
+
+
+def _key(group: GroupId, incarnation: int) -> str:
+    """Return the key of the decision on a start of a group, which is not its first."""
+    return f"restart/{group}.{incarnation}"
