@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_ft.report.words import happened
-from megatron_ft.runlog.run_state import RunState, cut_off
+from megatron_ft.runlog.run_state import RunState, cut_off, steps_made
 from megatron_ft.types import host_name, place_name, rank_name
 
 Event = Mapping[str, Any]
@@ -116,7 +116,8 @@ class Progress:
         return f"step {event['step']} is not saved: {event['reason']}"
 
     def _on_end(self, event: Event) -> str:
-        return f"all {event['step'] + 1} steps done, loss {event['loss']:.4f}{self._saved_at(event)}"
+        made = steps_made(event) if "of" in event else f"all {event['step'] + 1} steps done"
+        return f"{made}, loss {event['loss']:.4f}{self._saved_at(event)}"
 
     def _saved_at(self, event: Event) -> str:
         """Return the part of the last line that says whether the state after the last step is saved."""

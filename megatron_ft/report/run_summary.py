@@ -139,5 +139,5 @@ def _ended(record: RunRecord, state: run_state.RunState) -> str:
         states = {True: "it is not over", False: "it was killed", None: "it is not over, or was killed"}
         said = states[directory_lock.lives(record.run_dir, directory_lock.RUN)]
     else:
-        said = f"all {line['step'] + 1} steps are done" if line["event"] == "end" else f"stopped: {line['reason']}"
+        said = run_state.steps_made(line) if line["event"] == "end" else f"stopped: {line['reason']}"
     return "; ".join([said, *state.not_saved])

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.report.progress import Progress
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.utils import directory_lock, steady_clock, terminal
 
 _EVENTS = 10
@@ -65,7 +65,7 @@ class Status:
         return (
             f"ended with exit code {line['exit_code']}: {line['reason']}"
             if line["event"] == "stop"
-            else "all steps are done"
+            else run_state.steps_made(line)
         )
 
     def _state(self, lives: bool) -> str:

@@ -169,7 +169,7 @@ def what_is_not_saved(end: Mapping[str, Any]) -> str:
     newest = "no checkpoint is complete, a later start begins anew"
     if end["saved"] is not None:
         newest = f"the newest checkpoint is of step {end['saved']}: start again to go on from there"
-    return f"all {step} steps are done, but step {step} is not saved; {newest}"
+    return f"{run_state.steps_made(end)}, but step {step} is not saved; {newest}"
 
 
 def what_failed_after(end: Mapping[str, Any], ended: Sequence[tuple[Path, Exit, signal.Signals | None]]) -> str:
@@ -178,12 +178,12 @@ def what_failed_after(end: Mapping[str, Any], ended: Sequence[tuple[Path, Exit, 
     if not ended:
         return ""
     log, death, signalled = ended[0]
-    steps = f"all {end['step'] + 1} steps are" if "step" in end else "the last step is"
+    steps = run_state.steps_made(end) if "step" in end else "the last step is done"
     if signalled is not None and death.signal is not None:
         stopped = f"{signalled.name} stopped the run before the script of group {death.group} had ended"
-        return f"{steps} done, but {stopped}: its final model may be missing [output in {log}]"
+        return f"{steps}, but {stopped}: its final model may be missing [output in {log}]"
     what = death.detail or death
-    return f"{steps} done, but after that the script of group {death.group} failed: {what} [output in {log}]"
+    return f"{steps}, but after that the script of group {death.group} failed: {what} [output in {log}]"
 
 
 def config(run_dir: Path) -> dict[str, Any]:

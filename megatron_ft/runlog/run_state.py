@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,19 @@ def outcome(line: Mapping[str, Any], before: int | None) -> int | None:
     """Return a run's exit code after that line of its record, None while it goes on; ``before``: the code before it."""
     stated = line.get("exit_code")
     return {"start": None, "end": 0, "stop": stated, "not_saved": stated}.get(line["event"], before)
+
+
+def early_end(steps: int, told: Callable[[], bool], goes_on: bool) -> dict[str, Any]:
+    """Return what the ``end`` line says of a run that has ended before the last of its ``steps``. ``told``: whether it was
+    told to stop; ``goes_on``: whether the same command goes on from there."""
+    reason = "it was told to stop" if told() else "its script has ended it"
+    return {"of": steps, "reason": f"{reason}, and the same command goes on" if goes_on else reason}
+
+
+def steps_made(end: Mapping[str, Any]) -> str:
+    """Return in words which steps a run has made. ``end``: its ``end`` line."""
+    made = end["step"] + 1
+    return f"stopped after step {made} of {end['of']}: {end['reason']}" if "of" in end else f"all {made} steps are done"
 
 
 def cut_off(view: Mapping[str, Any]) -> dict[str, str]:

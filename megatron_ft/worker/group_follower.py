@@ -59,7 +59,7 @@ class GroupFollower:
         while not isinstance(self._obey(), orders.EndTogether):
             continue
 
-    def end(self) -> None:
+    def end(self, told: Callable[[], bool]) -> None:
         """Nothing: the leader decides which step is the last."""
 
     def finish(self) -> None:

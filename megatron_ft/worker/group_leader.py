@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
@@ -23,6 +24,7 @@ from megatron_ft.core.replication.placement import Placement
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import GroupLeft
+from megatron_ft.runlog import run_state
 from megatron_ft.runlog.history import History
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
@@ -146,9 +148,12 @@ class GroupLeader:
         finally:
             self._executor.carry_out(orders.EndTogether())
 
-    def end(self) -> None:
-        """Let the last step that is committed be the last of the run."""
-        given(self._shell).end()
+    def end(self, told: Callable[[], bool]) -> None:
+        """Let the last step that is committed be the last of the run. ``told``: whether the run was told to stop; other
+        groups may hear that first."""
+        shell, goes_on = given(self._shell), self._config.fault_tolerance.checkpoint.resumable
+        self._ranks.early = partial(run_state.early_end, shell.state.job.steps, told, goes_on)
+        shell.end()
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""

@@ -7,7 +7,7 @@ the run record. The longest action computes as many microbatches in parallel as 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NoReturn
@@ -67,6 +67,8 @@ class LeaderRanks(Ranks):
         self.warm = 0.0
         self.record = StepRecord(history, rank.group, first_view)
         self.checkpoints = CheckpointCoordinator(executor, config)
+        self.early: Callable[[], dict[str, Any]] = dict
+        """Returns what the ``end`` line says of a run that ends before its last step."""
         self._rank, self._executor, self._config, self._placement = rank, executor, config, placement
         self._agreement, self._store, self._history = agreement, store, history
         self._timer = StepTimer(rank.size)
@@ -349,7 +351,7 @@ class LeaderRanks(Ranks):
         if len({value["params_sha256"] for value in done.values()}) > 1:
             self._rank.guard.halt(self._state.step, f"the groups' parameters differ though their states do not: {done}")
         result = given(self._rank.result)
-        saved: dict[str, Any] = self.checkpoints.newest(self._state.step)
+        saved: dict[str, Any] = {**self.early(), **self.checkpoints.newest(self._state.step)}
         self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self._state.me])
         self._agreement.put("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
         self._agreement.announce(signals.RunFinished())

@@ -695,7 +695,7 @@ class Session:
         """End the run after the last step that was made, before the number of :meth:`steps`. All ranks of all groups call it
         after the same step, and go on with the loop, which ends."""
         self._total = self.step
-        self._role.end()
+        self._role.end(lambda: self.is_told_to_stop)
 
     def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, also when groups die meanwhile. Return when this group has committed it.

@@ -110,6 +110,7 @@ def test_the_parts_of_the_time_add_up(tmp_path_factory, found):
     [
         ([], ("it is not over, or was killed", None)),
         ([{"t": 120.0, "event": "stop", "reason": "told to", "exit_code": 5}], ("stopped: told to", 5)),
+        ([{"t": 120.0, "event": "end", "step": 0, "of": 5, "reason": "why"}], ("stopped after step 1 of 5: why", 0)),
         (
             [
                 {"t": 119.0, "event": "end", "step": 0, "params_norm": 1.0},

@@ -11,7 +11,8 @@ from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.planning import measured
 from megatron_ft.report import follow, run_plots, run_tables
 from megatron_ft.report.presence import stages
-from megatron_ft.runlog import history
+from megatron_ft.report.progress import Progress
+from megatron_ft.runlog import history, run_state
 from megatron_ft.runlog.run_record import Lines, RunRecord
 
 
@@ -310,6 +311,14 @@ def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
         "all 4 steps done",
     ):
         assert word in said
+
+
+@pytest.mark.parametrize(("told", "goes_on"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_run_that_ends_before_its_last_step_says_why_and_what_goes_on(told, goes_on):
+    early = run_state.early_end(60, lambda: told, goes_on)
+    said = Progress(2).take({"event": "end", "step": 23, "loss": 1.5, **early})
+    assert said.startswith("stopped after step 24 of 60: ") and said.endswith(", loss 1.5000")
+    assert ("told to stop" in said, "the same command goes on" in said) == (told, goes_on)
 
 
 def test_on_a_terminal_there_is_a_bar(run_dir):
