@@ -533,7 +533,7 @@ class Hosts:
     @property
     def store_said(self) -> str:
         """A sentence about the control store's place, and about which losses it survives."""
-        if self.keeper is None:
+        if is_etcd(self.place.store):  # a host that never has the embedded one has no keeper either
             own = "any host of the run may be lost, and what that etcd can lose itself"
             return f"control store: {self.store_address}; {own}"
         claims = self.locator.claims if self.locator is not None else ()

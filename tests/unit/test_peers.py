@@ -30,6 +30,14 @@ def hosts(tmp_path, monkeypatch):
     made.keeper.close()
 
 
+def test_a_host_without_a_keeper_says_that_the_store_of_the_run_is_embedded(hosts):
+    keeper, hosts.keeper = hosts.keeper, None
+    assert hosts.store_said.startswith(
+        "control store: embedded, on host 0 at 127.0.0.1:1; when that host is lost the run ends"
+    )
+    hosts.keeper = keeper
+
+
 def housed(host: int, incarnation: int, *ranks) -> HostAssigned:
     return HostAssigned(host, f"h{host}", "127.0.0.1", 1000 + host, 0, ranks, incarnation)
 
