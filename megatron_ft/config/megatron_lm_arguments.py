@@ -54,8 +54,7 @@ CHANGED = {
     "--optimizer-cuda-graph": (0, _GRAPHS),
     "--overlap-grad-reduce": (0, _STEP),
     "--overlap-moe-expert-parallel-comm": (0, "passes are made one after the other"),
-    "--overlap-param-gather": (0, "parameters are gathered when a step is committed"),
-    "--overlap-param-gather-with-optimizer-step": (0, "parameters are gathered when a step is committed"),
+    "--overlap-param-gather-with-optimizer-step": (0, "parameters are gathered in the next forward pass"),
     "--record-memory-history": (0, _FILES),
     "--rerun-mode": (
         1,
@@ -122,6 +121,9 @@ REFUSED = {
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
 _BACKEND, _ITERATIONS = "--distributed-backend", "--train-iters"
 _BATCH, _SCHEDULE, _EVALUATED = "--global-batch-size", "--step-batch-size-schedule", "--eval-global-batch-size"
+_GATHER, _WITH_GATHER = "--overlap-param-gather", ("--overlap-grad-reduce", "--no-align-param-gather")
+"""An argument with which Megatron asks for the first one of the others; the engine turns that off. Without the second
+one, virtual stages would gather in each run of a schedule, of which a step may have several."""
 _APPENDED = ("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "disabled", "--no-one-logger")
 
 
@@ -177,7 +179,8 @@ def changed(words: Sequence[str]) -> Changed:
             continue
         kept += [name, *values]
     backend = next(iter(kept[kept.index(_BACKEND) + 1 :]), None) if _BACKEND in kept else None
-    return Changed([*kept, *_APPENDED], notes, checks_nan, _missing(kept), backend)
+    more = _WITH_GATHER if _GATHER in kept else ()
+    return Changed([*kept, *more, *_APPENDED], notes, checks_nan, _missing(kept), backend)
 
 
 def _missing(words: Sequence[str]) -> str | None:

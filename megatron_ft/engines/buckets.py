@@ -517,6 +517,9 @@ class Bucketed:
     def _optimize(self) -> None:
         """Take the optimizer's step with the gradients in ``Bucket.sum``."""
 
+    def complete(self) -> None:
+        """Do nothing: the step has left nothing."""
+
     def local_finite(self) -> bool:
         return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
 

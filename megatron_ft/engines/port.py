@@ -248,8 +248,13 @@ class Engine(Gradients, Protocol):
     def local_finite(self) -> bool:
         """Return True if this group's own gradients and losses of the step are finite, after a norm that is not."""
 
+    def complete(self) -> None:
+        """Finish what the last step has left to the next one, before :meth:`state` is saved or a script reads the model.
+        All ranks of a group call it."""
+
     def state(self) -> Mapping[str, Any]:
-        """Return the complete state of a group: nested mappings of tensors and plain values."""
+        """Return the complete state of a group: nested mappings of tensors and plain values. What :meth:`complete`
+        has not finished is finished where the state is loaded."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state`."""

@@ -289,6 +289,7 @@ class Save(Order[None]):
     order: Saves
 
     def run(self, rank: RankExecutor) -> None:
+        rank.inside(rank.engine.complete)
         rank.saving.take(self.order, rank.engine, rank.states)
 
 
@@ -315,6 +316,7 @@ class SaveAlone(Order[list[dict[str, Any]]]):
             # The script may have set its own meanwhile, for a later step.
             rank.engine.hyperparameters.write(held.hyperparameters)
             rank.registered.load(held.registered)
+            rank.inside(rank.engine.complete)
             rank.progress.enter("outside")  # as long as a disk takes
             said = rank.saving.write_alone(self.at, self.attempt, rank.engine)
             rank.progress.advance()
@@ -375,6 +377,7 @@ class Fingerprint(Order[dict[str, Any]]):
     """Compare and describe the group's parameters after the last step."""
 
     def run(self, rank: RankExecutor) -> dict[str, Any]:
+        rank.inside(rank.engine.complete)
         return rank.fingerprint()
 
 

@@ -378,6 +378,8 @@ class Session:
         return self._save(Path(path), write)
 
     def _save(self, path: Path, write: Callable[[Path], object]) -> Path:
+        with self._until_lost():
+            self._rank.inside(given(self._engine).complete)
         self._begin_save(path.absolute()).save(write)
         return path
 

@@ -25,6 +25,12 @@ def test_arguments_are_kept_in_their_order_with_their_values():
     assert (found.checks_nan, found.missing, found.backend) == (True, "--global-batch-size", None)
 
 
+def test_a_later_gather_of_parameters_comes_with_what_megatron_asks_for():
+    found = megatron_lm_arguments.changed(["--overlap-grad-reduce", "--overlap-param-gather"])
+    with_it = ["--overlap-param-gather", "--overlap-grad-reduce", "--no-align-param-gather"]
+    assert found.words == [*with_it, *APPENDED] and len(found.notes) == 1
+
+
 def test_what_would_be_the_batch_of_one_group_is_missing():
     schedule = ["--step-batch-size-schedule", "0:8 100:16"]
     assert megatron_lm_arguments.changed(schedule).missing == "--eval-global-batch-size"

@@ -119,6 +119,9 @@ class MegatronEngine(Staged):
         settings["reports"] = MOST + self._trackers.elements
         super().__init__(model, parameters, layout=layout, shard_group=group, apart=source_of, **settings)
         self._source = [sources[source_of[bucket.parameters[0]]] for bucket in self._buckets]
+        # Groups of Megatron's buckets, whose parameters are gathered by the forward passes that use them.
+        groups = [group for chunk in self._chunks for group in _bucket_groups(chunk)]
+        self._gathered = groups if self._chunks[0].ddp_config.overlap_param_gather else []
         self._scratch: torch.Tensor | None = None
         self.takes_gradients = self._rounding is not None
         self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters} if self.takes_gradients else {}
@@ -131,6 +134,7 @@ class MegatronEngine(Staged):
 
     def _take_over_buffers(self) -> None:
         for number, chunk in enumerate(self._chunks):
+            chunk.ddp_config.overlap_grad_reduce = False  # it is asked for with overlap_param_gather
             chunk.finish_grad_sync = partial(self._finish_grad_sync, number)
             chunk.zero_grad_buffer = lambda: None  # a step begins with zeros, and the memory may not be there
         if not self.takes_gradients:
@@ -178,6 +182,8 @@ class MegatronEngine(Staged):
         reads = self._reads is not False
         batches = [map(self._batch, iter(self._listed)) if reads else None for _ in self._chunks]
         run = get_forward_backward_func()
+        if not self._chunks[0].remove_forward_pre_hook_handles:  # in the first iteration of Megatron's loop
+            self.complete()
         with self._surrounded():
             run(
                 forward_step_func=self._forward_step,
@@ -268,7 +274,7 @@ class MegatronEngine(Staged):
     def begin_step(self, microbatches: int = 1) -> None:
         super().begin_step(microbatches)
         for chunk in self._chunks:
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            for group in _bucket_groups(chunk):
                 group.reset()
             for parameter in chunk.params_with_grad:
                 parameter.grad_added_to_main_grad = False
@@ -340,7 +346,21 @@ class MegatronEngine(Staged):
         self._trackers.put(records * (result.microbatches * self._divided))
         super().repeat(result, values)
 
+    def complete(self) -> None:
+        with torch.no_grad():
+            for group in self._gathered:
+                if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)
+
+    def _leave_gathering(self) -> None:
+        """Before this rank's parts of the parameters change: gather the others' when they are used."""
+        for group in self._gathered:
+            if group.param_gather_handle is not None:  # it would write over them
+                group.start_param_sync(force_sync=True)
+            group.param_gather_dispatched = False
+
     def _optimize(self) -> None:
+        self._leave_gathering()
         for bucket in self._buckets:
             self._point(bucket, bucket.fp32_sum())
         if getattr(self._config, "moe_router_enable_expert_bias", False):
@@ -374,6 +394,7 @@ class MegatronEngine(Staged):
         return whole_model.described([chunk.module for chunk in self._chunks], self._config)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        self._leave_gathering()  # a donor may not have gathered them
         own = self._model.state_dict()
         with torch.no_grad():  # in place: Megatron's flat buffers are the same memory
             for name, value in state["model"].items():
@@ -394,10 +415,17 @@ class MegatronEngine(Staged):
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         first, *others = self._inner
-        yield from named_state(self._model, first, self._buffers.unsaved(), self._masters())
+        for name, tensor in named_state(self._model, first, self._buffers.unsaved(), self._masters()):
+            # Of parameters that are gathered later this rank has its part, which follows from the fp32 weights.
+            if not self._gathered or not name.startswith("parameter "):
+                yield name, tensor
         for number, inner in enumerate(others, 1):
             for name, tensor in named_state(nn.Module(), inner, {}):
                 yield f"{name}, optimizer {number}", tensor
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def _after_main_grad(parameter: Any, hook: Callable[[nn.Parameter], None]) -> None:

@@ -22,6 +22,7 @@ _IN_MODULES = (
     "distributed.finalize_model_grads",
     "distributed.finalize_model_grads._update_router_expert_bias",
     "distributed.param_and_grad_buffer._ParamAndGradBucketGroup.reset",
+    "distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync",
     "distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu",
     "optimizer.MegatronOptimizer.prepare_grads",
     "optimizer.MegatronOptimizer.step_with_ready_grads",
@@ -42,6 +43,7 @@ _IN_MODULES = (
 _SETTINGS = {
     "distributed.DistributedDataParallelConfig": (
         *("average_in_collective", "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+        "use_distributed_optimizer",
     ),
     "optimizer.OptimizerConfig": ("clip_grad", "fp16"),
     "transformer.TransformerConfig": (
@@ -56,6 +58,7 @@ NAMES = tuple(
 )
 """What the engine needs of megatron-core's modules."""
 _LISTS = ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "params_with_grad")
+_GROUP = ("param_gather_dispatched", "param_gather_handle")
 _BUFFER = ("params", "gradient_scaling_factor", "data_parallel_group", "data_parallel_world_size")
 
 
@@ -80,6 +83,8 @@ def check_chunks(chunks: Sequence[Any]) -> None:
         [f"{kind}.{name}" for chunk in chunks for name in _LISTS if not isinstance(getattr(chunk, name, None), list)]
     )
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    groups = [group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+    refuse([f"{kind}.bucket_groups[].{name}" for group in groups for name in _GROUP if not hasattr(group, name)])
     refuse([f"{kind}.buffers[].{name}" for buffer in buffers for name in _BUFFER if not hasattr(buffer, name)])
 
 

@@ -45,11 +45,15 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
     refused = [
         (optimizer.config.fp16, "fp16", "use bf16: every group would have a loss scale of its own"),
         (
-            ddp.overlap_grad_reduce,
+            ddp.overlap_grad_reduce and not ddp.overlap_param_gather,
             "overlap_grad_reduce",
             "leave it out: gradients are reduced when a step is committed",
         ),
-        (ddp.overlap_param_gather, "overlap_param_gather", "leave it out"),
+        (
+            ddp.overlap_param_gather and not ddp.use_distributed_optimizer,
+            "overlap_param_gather without use_distributed_optimizer",
+            "leave it out: the memory of gradients, with which parameters would be gathered, is freed",
+        ),
         (ddp.average_in_collective, "average_in_collective", "leave it out"),
         (config.delay_wgrad_compute, "delay_wgrad_compute", "leave it out"),
         (

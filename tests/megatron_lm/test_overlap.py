@@ -1,0 +1,33 @@
+"""Parameters that are gathered in the next forward pass (``--overlap-param-gather``) are whole in what is saved before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ft.checkpoint import reader
+from tests import support
+from tests.megatron_lm import runs
+
+STEPS = 24
+OWN = (
+    *(*runs.MOCK, "--train-iters", STEPS, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--ddp-num-buckets", 4),
+)
+
+
+@pytest.mark.long
+def test_the_ranks_of_a_group_save_the_same_parameters(tmp_path, megatron):
+    saved = tmp_path / "saved"
+    gate = support.Gate(tmp_path, slowly=STEPS, script=runs.SCRIPT)
+    often = {"directory": str(saved), "period_s": 0.05, "keep": STEPS}
+    run = runs.start(tmp_path / "run", megatron, 2, *OWN, script=gate.script, checkpoint=often)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    gate.open()
+    runs.said(run)
+    within = [found for found in reader.find(saved) if found.complete and 0 < found.step < STEPS]
+    assert within
+    for found in within:
+        one, other = (reader.load(found, position)["model"] for position in range(2))
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
