@@ -404,6 +404,11 @@ class Session:
             self._rank.together = None
         return place
 
+    def say_not_saved(self, reason: str) -> None:
+        """Write to the run record, and with it to the console, that a save of the script's own after the last step has
+        failed. One rank of the run calls it."""
+        self._rank.history.note("checkpoint_failed", step=self.step, reason=reason)
+
     def _number(self, what: str) -> int:
         """Return how often ``what`` was done since the last step. The store forgets what was done before that step: all
         groups have made it."""

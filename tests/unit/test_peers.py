@@ -31,9 +31,10 @@ def hosts(tmp_path, monkeypatch):
 
 
 def test_a_host_without_a_keeper_says_that_the_store_of_the_run_is_embedded(hosts):
+    hosts.on_signal(housed(0, 0))
     keeper, hosts.keeper = hosts.keeper, None
     assert hosts.store_said.startswith(
-        "control store: embedded, on host 0 at 127.0.0.1:1; when that host is lost the run ends"
+        "control store: embedded, on host 0 (h0) at 127.0.0.1:1; when that host is lost the run ends"
     )
     hosts.keeper = keeper
 

@@ -23,24 +23,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_ft
 from megatron_ft.config import megatron_lm_arguments, rank_env
 from megatron_ft.config.megatron_lm_arguments import NEWEST
 from megatron_ft.engines.megatron.reports import VOTE
 from megatron_ft.engines.port import StepResult
-from megatron_ft.errors import ConfigError, EngineError
+from megatron_ft.errors import CheckpointError, ConfigError, EngineError
 from megatron_ft.integrations.megatron_lm import names
 from megatron_ft.integrations.megatron_lm.samples import Deal, Source
 from megatron_ft.integrations.megatron_lm.writers import Writers
 from megatron_ft.types import given
-from megatron_ft.utils import shared_file
+from megatron_ft.utils import durable_file, shared_file
 from megatron_ft.worker.session import Session
 
 _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 """Arguments that Megatron's loop passes on to its schedule."""
 _CARRIED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Counters among Megatron's arguments that move with the iterations."""
+
+_PROBE_BYTES = 1 << 20
+"""Size of a file that is written to find out why a save failed, or before it begins."""
 
 
 @contextmanager
@@ -77,6 +81,7 @@ class Loop:
         self._started: Mapping[str, int] = {}  # counters at the first iteration of the run
         self._flops, self._flops_shift, self._ends = 0, 0, False  # the shift: what train() does not count itself
         self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
+        self._begun: list[int] = []  # those that this group has begun to save there
         self._total_losses: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -463,19 +468,35 @@ class Loop:
     def save_checkpoint_and_time(
         self, original: Callable[..., Any], iteration: int, *arguments: Any, **options: Any
     ) -> None:
-        """Save once for all groups: the ranks of one group write, and those of another one if it is lost."""
+        """Save once for all groups: the ranks of one group write, and those of another one if it is lost or cannot. If none
+        can, training goes on; after the last iteration it ends with ``CheckpointError``."""
         args, save = self._args, partial(original, iteration, *arguments, **options)
-        if args.async_save and iteration < args.train_iters and not self._ends:
+        last = iteration >= args.train_iters or self._ends
+        if args.async_save and not last:
             self._saving = iteration, self._session.live[0]
             if self._session.group == self._session.live[0]:
+                self._begun.append(iteration)
                 save()  # begins it; Megatron names the checkpoint when it is complete
             return
         self._module.maybe_finalize_async_save(blocking=True)
         directory, name = Path(args.save), f"iter_{iteration:07d}"
 
         def write(path: Path) -> None:
-            with _changed(args, save=str(path), async_save=False, save_retain_interval=None):
-                save()
+            why = _of_first(lambda: _obstacle(path, directory))  # found by Megatron, one rank alone would raise it
+            try:
+                if not why:
+                    with _changed(args, save=str(path), async_save=False, save_retain_interval=None):
+                        save()
+            except (CheckpointException, OSError, RuntimeError) as error:
+                if not isinstance(error, CheckpointException) and dist.get_world_size() > 1:
+                    raise  # the other ranks wait for this one
+                self._module.get_timers()("save-checkpoint").stop()
+                self._module.get_timers()("interval-time").start()
+                why = _failure(error, path, directory)
+            if why:
+                if not dist.get_rank():
+                    raise CheckpointError(why)
+                return
             dist.barrier()
             if not dist.get_rank():
                 for made in (path / name).iterdir():
@@ -483,12 +504,38 @@ class Loop:
                 (path / name).rmdir()
                 (path / NEWEST).unlink()
 
-        self._session.save_together(directory / name, write)
-        self._saving = None
-        if (
-            not dist.get_rank() and self._session.group in self._session.live[:2]
-        ):  # the second one if the first is lost now
-            self._name(directory, iteration)
+        self._saving, failed = None, ""
+        try:
+            self._session.save_together(directory / name, write)
+            if not dist.get_rank() and self._session.group in self._session.live[:2]:
+                self._name(directory, iteration)  # the second one if the first is lost now
+        except (CheckpointError, OSError) as error:
+            failed = str(error)
+        failed = _of_first(lambda: failed)
+        if failed and last:
+            raise CheckpointError(
+                f"iteration {iteration} is not saved: {failed}. Then give the same command again; the newest checkpoint is "
+                f"of iteration {max(_newest(directory), 0)}"
+            )
+        if failed and self._session.group == self._session.live[0]:
+            self._say_not_saved(iteration, failed)
+
+    def _say_not_saved(self, iteration: int, why: str) -> None:
+        if not dist.get_rank():
+            self._session.say_not_saved(f"iteration {iteration}: {why}. Training goes on, until the next save")
+
+    def maybe_finalize_async_save(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Let Megatron end a save in the background. If that has failed, training goes on without it."""
+        while True:
+            try:
+                return original(*arguments, **options)
+            except CheckpointException as error:  # in all ranks of the group that saves
+                directory = Path(self._args.save)
+                self._begun = [one for one in self._begun if one > _newest(directory)]
+                why, iteration = _failure(error, directory, directory), self._begun.pop(0)
+                self._say_not_saved(iteration, why)
+                if not dist.get_rank():
+                    shutil.rmtree(directory / f"iter_{iteration:07d}", ignore_errors=True)
 
     def _name(self, directory: Path, iteration: int) -> None:
         """Let Megatron find a complete checkpoint, and delete the one before if it is not to be retained."""
@@ -521,6 +568,31 @@ def _source(iterator: Source | Sequence[Source]) -> Source:
     if isinstance(iterator, Source):
         return iterator
     return next((one for one in iterator if one.reads), iterator[0])
+
+
+def _of_first(value: Callable[[], str]) -> str:
+    """Return the value of the first rank of the group at all of its ranks."""
+    told = ["" if dist.get_rank() else value()]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _obstacle(path: Path, directory: Path) -> str:
+    """Return why no file can be written to ``path``, a part of ``directory``, and what to do; "" if one can."""
+    try:
+        with durable_file.explained("writing to", directory, "--save"):
+            path.mkdir(parents=True, exist_ok=True)
+            durable_file.write(path / ".probe", [bytes(_PROBE_BYTES)])
+            (path / ".probe").unlink()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _failure(error: BaseException, path: Path, directory: Path) -> str:
+    """Return, at all ranks, why a save failed: Megatron's exception does not say it of a full disk."""
+    said = str(error).strip().rpartition("\n")[2]
+    return _of_first(lambda: _obstacle(path, directory) or f"writing to {directory} failed: {said}")
 
 
 @contextmanager

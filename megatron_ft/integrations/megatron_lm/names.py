@@ -30,6 +30,7 @@ REPLACED = {
         *("non_loss_data_func", "eval_iters"),
     ),
     "load_checkpoint": (),
+    "maybe_finalize_async_save": (),
     "save_checkpoint_and_time": ("iteration",),
     "train": ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator"),
     "train_step": ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
@@ -45,7 +46,7 @@ READ = (
     *("_TRAIN_START_TIME", "build_train_valid_test_data_loaders", "get_args", "get_forward_backward_func"),
     *(
         "get_num_microbatches",
-        "maybe_finalize_async_save",
+        "get_timers",
         "update_num_microbatches",
         "mpu.get_data_parallel_rank",
         "mpu.get_data_parallel_world_size",
