@@ -168,6 +168,7 @@ def run(options: argparse.Namespace) -> int:
             say(f"all iterations are done: {where} has the checkpoint of iteration {last}")
             return 0
         if not options.host_rank:
+            megatron_lm_arguments.check_directory(options.arguments)
             for note in megatron_lm_arguments.changed(options.arguments).notes:
                 say(note)
     job = job_restore.WholeJob(run, options.hosts or 1)

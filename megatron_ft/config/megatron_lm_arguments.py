@@ -6,6 +6,8 @@ out because this layer does what they ask for or cannot do it yet, some are refu
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +121,8 @@ REFUSED = {
     "--yaml-cfg": (1, None, "it replaces the arguments of which sizes are read", "give arguments"),
 }
 """Argument -> number of its values, values that are allowed, why it is refused, and what to do instead."""
-_BACKEND, _ITERATIONS = "--distributed-backend", "--train-iters"
+_BACKEND, _ITERATIONS, _SAMPLES = "--distributed-backend", "--train-iters", "--train-samples"
+_TENSORBOARD = "--tensorboard-dir"
 _BATCH, _SCHEDULE, _EVALUATED = "--global-batch-size", "--step-batch-size-schedule", "--eval-global-batch-size"
 _GATHER, _WITH_GATHER = "--overlap-param-gather", ("--overlap-grad-reduce", "--no-align-param-gather")
 """An argument with which Megatron asks for the first one of the others; the engine turns that off. Without the second
@@ -155,10 +158,25 @@ def newest(directory: str) -> str:
 
 
 def done(words: Sequence[str], directory: str) -> int | None:
-    """Return the number of iterations if all of them are saved in ``directory``; else None."""
-    found, asked = newest(directory), [values for name, values in _arguments(words) if name == _ITERATIONS]
-    last = asked[-1][0] if asked and asked[-1] else ""
-    return int(found) if found.isdecimal() and last.isdecimal() and int(found) >= int(last) else None
+    """Return the number of iterations if all of them are saved in ``directory``; else None, and where a schedule of batch
+    sizes decides how many iterations ``--train-samples`` are."""
+    found = newest(directory)
+    asked = {name: values[0] for name, values in _arguments(words) if values and values[0].isdecimal()}
+    last, samples, batch = (int(asked.get(name, 0)) for name in (_ITERATIONS, _SAMPLES, _BATCH))
+    if not last and batch:
+        last = samples // batch
+    return int(found) if found.isdecimal() and last and int(found) >= last else None
+
+
+def check_directory(words: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if no file can be made in the directory of ``--tensorboard-dir``: nothing would be logged."""
+    for directory in (values[0] for name, values in _arguments(words) if name == _TENSORBOARD and values):
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{_TENSORBOARD} {directory}: {error}; name one that can be written to") from None
 
 
 def changed(words: Sequence[str]) -> Changed:
@@ -192,7 +210,8 @@ def _missing(words: Sequence[str]) -> str | None:
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each argument with its values; words that are values of another argument come with an empty list."""
     left_out = {name: count for name, (count, _) in CHANGED.items()}
-    counts = left_out | {name: count for name, (count, *_) in REFUSED.items()} | {_ITERATIONS: 1}
+    counts = left_out | {name: count for name, (count, *_) in REFUSED.items()}
+    counts |= dict.fromkeys((_ITERATIONS, _SAMPLES, _BATCH, _TENSORBOARD), 1)
     rest = list(words)
     while rest:
         name, equals, value = rest.pop(0).partition("=")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config import megatron_arguments, megatron_lm_arguments, schema
-from megatron_ft.config.megatron_lm_arguments import CHANGED, REFUSED
+from megatron_ft.config.megatron_lm_arguments import CHANGED, NEWEST, REFUSED
 from megatron_ft.errors import ConfigError
 
 APPENDED = megatron_lm_arguments.changed([]).words
@@ -35,6 +35,23 @@ def test_what_would_be_the_batch_of_one_group_is_missing():
     schedule = ["--step-batch-size-schedule", "0:8 100:16"]
     assert megatron_lm_arguments.changed(schedule).missing == "--eval-global-batch-size"
     assert megatron_lm_arguments.changed([*schedule, "--eval-global-batch-size", "8"]).missing is None
+
+
+DONE = {
+    "--train-iters 30": 30,
+    "--train-iters=31": None,
+    "--train-samples 480 --global-batch-size 16": 30,
+    "--train-samples 496 --global-batch-size=16": None,
+    "--train-samples 480 --step-batch-size-schedule 0:16": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("words", DONE)
+def test_all_iterations_are_done_when_the_last_one_is_saved(tmp_path, words):
+    (tmp_path / NEWEST).write_text("30\n")
+    assert megatron_lm_arguments.done(words.split(), str(tmp_path)) == DONE[words]
+    assert megatron_lm_arguments.done(words.split(), str(tmp_path / "none")) is None
 
 
 def _values(count: int) -> list[str]:
@@ -122,3 +139,12 @@ def test_the_page_has_each_argument_that_is_changed_or_refused():
     for name, (_, allowed, why, remedy) in REFUSED.items():
         but = f" (but {', '.join(allowed)})" if allowed else ""
         assert f"| `{name}`{but} | {why}; {remedy} |" in page
+
+
+def test_a_directory_of_tensorboard_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for given in (["--tensorboard-dir", f"{tmp_path}/file"], [f"--tensorboard-dir={tmp_path}/file/in"]):
+        with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path}/file.*name one that can be written to"):
+            megatron_lm_arguments.check_directory(["--lr", "1", *given])
+    megatron_lm_arguments.check_directory(["--tensorboard-dir", f"{tmp_path}/new", "--lr", "1"])
+    assert not list((tmp_path / "new").iterdir())
