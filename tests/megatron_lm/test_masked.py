@@ -1,54 +1,111 @@
-"""An unchanged script of Megatron-LM goes on when a rank dies, and the group comes back: all that it logs is what plain
-Megatron logs on the same number of data-parallel ranks."""
+"""An unchanged script of Megatron-LM goes on when a rank is killed and when one is stopped, the groups come back, and the
+same command goes on when all is killed: all that it logs is what plain Megatron logs on the same number of data-parallel
+ranks."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from megatron_ft.config import megatron_lm_arguments
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 from tests.megatron_lm import runs
 
 LAYOUTS = {
-    "PP2, virtual stages": ("--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1),
+    "DP": (3, 1),
     "DP2, EP2, distributed optimizer": (
-        *("--expert-model-parallel-size", 2, "--num-experts", 4, "--moe-aux-loss-coeff", 0.01),
+        *(2, 2, "--expert-model-parallel-size", 2, "--num-experts", 4, "--moe-aux-loss-coeff", 0.01),
         *("--moe-router-load-balancing-type", "aux_loss", "--moe-token-dispatcher-type", "alltoall"),
         *("--disable-bias-linear", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     ),
-    "TP2, sequence parallel, per token": (
-        *("--tensor-model-parallel-size", 2, "--sequence-parallel", "--calculate-per-token-loss"),
+    "PP2": (3, 2, "--pipeline-model-parallel-size", 2),
+    "PP2, virtual stages": (
+        *(2, 2, "--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1),
     ),
-    "CP2": ("--context-parallel-size", 2),
-    "PP2": ("--pipeline-model-parallel-size", 2),
+    "TP2, sequence parallel, per token": (
+        *(2, 2, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--calculate-per-token-loss"),
+    ),
+    "CP2": (2, 2, "--context-parallel-size", 2),
 }
-"""Divisions of a group into two ranks."""
-RANKS = 2
-STEPS = 24
+"""Name -> groups, ranks of a group, and how they divide a group."""
+LAST, SAVED_EVERY = 30, 10
+AGAIN = 2 * SAVED_EVERY
+"""The iteration from which the whole job goes on."""
+OWN = (*runs.MOCK, "--train-iters", LAST, "--eval-interval", SAVED_EVERY, "--global-batch-size", 24)
+SHOWN = {
+    *("consumed samples", "learning rate", "global batch size", "lm loss", "loss scale", "grad norm"),
+    *("number of skipped iterations", "number of nan iterations"),
+}
+STOPPED = {"stopped_timeout_s": 1.0, "straggler_factor": 0}
 REJOIN = {"enabled": True, "restarts_per_hour": 100}
 
 
-@pytest.mark.parametrize("layout", support.first_of(LAYOUTS, "DP2, EP2, distributed optimizer"))
+def _await_back(run: support.Run, group: int, groups: int) -> None:
+    """Wait until a group has been lost and has come back, and all groups train."""
+    support.wait_for(
+        lambda: [line["group"] for line in run.events("rejoined")][-1:] == [group] and run.live == list(range(groups)),
+        run,
+    )
+
+
+@pytest.mark.parametrize("layout", support.first_of(LAYOUTS, "DP"))
 def test_all_that_is_logged_is_what_plain_megatron_logs(tmp_path, megatron, layout):
-    own = (*runs.MOCK, "--train-iters", STEPS, "--eval-interval", 10, *layout)
-    hold = Breakpoint(1, 3, "backward", after=1, position=1)
-    gate = support.Gate(tmp_path, slowly=STEPS, script=runs.SCRIPT)
-    run = runs.start(tmp_path / "run", megatron, RANKS, *own, holds=[hold], script=gate.script, rejoin=REJOIN)
-    run.strike_in_step(hold)
-    support.wait_for(lambda: bool(run.events("rejoined")), run)
+    groups, ranks, *division = layout
+    own, saved, last = (*OWN, *division), tmp_path / "saved", ranks - 1
+    saves = ("--save", saved, "--load", saved, "--save-interval", SAVED_EVERY, "--ckpt-format", "torch_dist")
+    saves = (*saves, "--tensorboard-dir", tmp_path / "found")
+    gate = support.Gate(tmp_path, slowly=50, script=runs.SCRIPT)
+    options = {"groups": groups, "script": gate.script, "rejoin": REJOIN, "detector": STOPPED}
+    if layout is not LAYOUTS["DP"]:
+        options["reduction"] = "exact"
+    hold = Breakpoint(1, 3, "backward", after=1, position=last)
+    lost = runs.start(tmp_path / "run", megatron, ranks, *own, *saves, holds=[hold], **options)
+    lost.strike(hold)
+    _await_back(lost, 1, groups)
+    assert _inject(lost, {"kind": "stop", "group": 0, "position": last, "point": "backward", "duration_s": 2.0}) == 0
+    _await_back(lost, 0, groups)
+    assert [(line["group"], line["position"]) for line in lost.events("fault")] == [(1, last), (0, last)]
+    for step in range(AGAIN + 3):
+        gate.open(step)
+    support.wait_for(lambda: megatron_lm_arguments.newest(str(saved)) == str(AGAIN), lost)
+    support.wait_for_step(lost, AGAIN + 1)
+    listed = json.loads((lost.directory / "ranks.json").read_text())
+    support.kill([lost.process.pid, *(rank["pid"] for rank in listed)])
+    before = runs.said_so_far(lost)
     gate.open()
-    said = runs.said(run)
-    assert run.live == [line["group"] for line in run.events("survivor")] == [0, 1]
-    assert runs.differences(runs.plain(megatron, 2 * RANKS, *own), said, run) == [], run.logs()
+    after = runs.said(run := runs.start(lost.directory, megatron, ranks, *own, *saves, **options))
+
+    assert AGAIN < max(before.iterations) < LAST and min(after.iterations) == AGAIN + 1
+    assert after.printed.count("consumed samples: ") == LAST - AGAIN, "the last rank's, of one group"
+    plain = runs.plain(megatron, groups * ranks, *own, "--tensorboard-dir", tmp_path / "plain")
+    assert plain.iterations[LAST].keys() >= SHOWN
+    assert runs.differences(plain, before, after) == [], run.logs()
+    expected, found = runs.curves(tmp_path / "plain"), runs.curves(tmp_path / "found")
+    assert found.keys() == expected.keys()
+    for name, (xs, values) in expected.items():
+        assert found[name] == (xs, pytest.approx(values, rel=1e-5)), name
+    if run.exact:
+        options["script"] = runs.SCRIPT
+        alone = runs.start(tmp_path / "alone", megatron, ranks, *own, **options)
+        runs.said(alone)
+        assert _digest(run) == _digest(alone), "the bits of a run in which nothing failed"
+
+
+def _inject(run: support.Run, fault: dict[str, object]) -> int:
+    schedule = run.directory.with_suffix(".faults.json")
+    schedule.write_text(json.dumps({"faults": [{**fault, "after_s": 0}]}))
+    return support.ft("inject", run.directory, schedule).returncode
+
+
+def _digest(run: support.Run) -> str:
+    return run.events("end")[-1]["params_sha256"]
 
 
 @pytest.mark.long
-def test_exact_sums_have_the_same_bits_with_and_without_losses(tmp_path, megatron):
-    own = (*runs.MOCK, *LAYOUTS["DP2, EP2, distributed optimizer"])
-    hold = Breakpoint(1, 3, "backward", after=1, position=1)
-    run = runs.start(tmp_path / "run", megatron, RANKS, *own, holds=[hold], reduction="exact")
-    run.strike_in_step(hold)
-    assert runs.said(run).iterations and run.live == [0]
-    alone = runs.start(tmp_path / "alone", megatron, RANKS, *own, reduction="exact")
-    runs.said(alone)
-    assert support.outcome(run) == support.outcome(alone)
+def test_a_step_can_be_computed_again(tmp_path, megatron):
+    run = runs.start(tmp_path / "run", megatron, 2, *runs.MOCK, *LAYOUTS["PP2"][2:], reduction="exact")
+    runs.said(run)
+    replay = support.ft("replay", run.directory, "--step", 3, env=runs.environment(megatron))
+    assert replay.returncode == 0 and "step 3: the record agrees" in replay.stdout, replay.stdout + replay.stderr
