@@ -1,9 +1,17 @@
-"""A rank ends when its script has ended."""
+"""A rank ends when its script has ended, and its agent learns how."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from megatron_ft.agent.local_ranks import LocalRanks
+from megatron_ft.config.schema import RunConfig
 
 SCRIPT = """
 import multiprocessing
@@ -19,3 +27,20 @@ def test_a_manager_that_the_script_leaves_behind_ends_with_it(tmp_path):
     command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, start_new_session=True)
     assert (ended.returncode, ended.stdout) == (0, "made {'a': 1}\n"), ended.stderr
+
+
+def test_a_rank_that_has_ended_is_no_stray(tmp_path):
+    rank, stray = (subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in (3, 4))
+    for ended in (rank, stray):  # until they are there to be reaped
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    started = SimpleNamespace(group=0, process=rank, ended=None)
+    ranks = LocalRanks(
+        MagicMock(), tmp_path, RunConfig(groups=1), MagicMock(start=lambda _environment: started), MagicMock()
+    )
+    ranks.start(group=0, position=0, incarnation=0, epoch=0)
+    ranks.reap_strays(known=set())
+    assert rank.wait() == 3
+    ranks.reap_strays(known=set())  # no further than to a child that is waited for elsewhere
+    with pytest.raises(ChildProcessError):
+        os.waitpid(stray.pid, 0)
+    stray.wait()
