@@ -33,15 +33,21 @@ does no harm, but it wastes time."""
 class FinalSave:
     """The part of one rank. ``own``: the name of its group's start; ``may_write``: the rank may be the writer;
     ``number``: that of the save among those with this path, ascending: (committed steps, number among those at that
-    step)."""
+    step); ``groups``: number of live groups, 0 if it is not known."""
 
     def __init__(
-        self, agreement: CoordinationClient, path: Path, own: str, may_write: bool, number: tuple[int, int] = (0, 0)
+        self,
+        agreement: CoordinationClient,
+        path: Path,
+        own: str,
+        may_write: bool,
+        number: tuple[int, int] = (0, 0),
+        groups: int = 0,
     ) -> None:
         self._agreement, self._path, self._save = agreement, path, list(number)
         self._saved = f"final/{path}/saved"
         self._keys = f"final/{path}/{number[0]}.{number[1]}"
-        self._waiter = Waiter(own, _LEASE_S, time.monotonic(), may_write)
+        self._waiter = Waiter(own, _LEASE_S, time.monotonic(), may_write, groups=groups)
         self._number, self._owner = -1, ""
         self._error: Exception | None = None
 

@@ -385,7 +385,7 @@ class Session:
 
     def _begin_save(self, place: Path) -> FinalSave:
         number = self.step, self._number(f"save {place}")
-        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
+        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number, len(self.live))
         self._ended.append((f"save {place}", save))
         return save
 

@@ -104,3 +104,10 @@ def test_a_rank_that_may_not_write_any_more_leaves_another_one_the_time_to_see_t
     waiter = Waiter("0.0", LEASE_S, since=0.0, may_write=False, claim=claim)
     actions = {now: look(waiter, False, claim, now)[1] for now in (0.0, LEASE_S, 2 * LEASE_S - TICK_S, 2 * LEASE_S)}
     assert list(actions.values()) == ["wait", "wait", "wait", "fail"]
+
+
+def test_nobody_waits_for_others_when_all_groups_have_failed():
+    one, other = Claim(0, "0.0", failed="there is no such file"), Claim(1, "1.0", failed="there is no such file")
+    waiter = Waiter("0.0", LEASE_S, since=0.0, may_write=False, claim=one, groups=2)
+    assert [look(waiter, False, claim, 1.0)[1] for claim in (one, other)] == ["wait", "fail"]
+    assert look(Waiter("2.0", LEASE_S, since=0.0, groups=2), False, other, 1.0)[1] == "claim", "one that has come back"

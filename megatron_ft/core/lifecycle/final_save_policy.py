@@ -46,6 +46,7 @@ class Waiter:
         since: the time at which the newest claim had last changed; at first, the time of the first look.
         may_write: the rank has not tried to write yet. Only one rank of a group may.
         claim: the newest claim at the last look.
+        groups: number of groups that may write; after as many claims a failed one is the last. 0: it is not known.
     """
 
     own: str
@@ -53,6 +54,7 @@ class Waiter:
     since: float
     may_write: bool = True
     claim: Claim | None = None
+    groups: int = 0
 
 
 def look(waiter: Waiter, saved: bool, claim: Claim | None, now: float) -> tuple[Waiter, Action]:
@@ -73,5 +75,6 @@ def look(waiter: Waiter, saved: bool, claim: Claim | None, now: float) -> tuple[
         return waiter, "wait"
     if waiter.may_write:
         return waiter, "claim"
+    all_tried = claim is not None and claim.failed and claim.number + 1 >= waiter.groups > 0
     # A rank that may write needs up to one lease to see that the owner is gone.
-    return waiter, "wait" if now - waiter.since < 2 * waiter.lease_s else "fail"
+    return waiter, "wait" if now - waiter.since < 2 * waiter.lease_s and not all_tried else "fail"
