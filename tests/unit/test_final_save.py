@@ -38,7 +38,7 @@ def test_a_writer_that_was_frozen_does_not_replace_what_a_later_save_has_written
 class Saving(Session):
     """The part of a session that saves files."""
 
-    step, is_writer = 3, True
+    step, is_writer, live = 3, True, (0,)
 
     def __init__(self, store: Store) -> None:
         self._agreement, self.position, self.env = store, 0, SimpleNamespace(seat="0")
