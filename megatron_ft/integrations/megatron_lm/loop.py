@@ -204,6 +204,18 @@ class Loop:
             self.finish()
             raise
 
+    def get_optimizer_param_scheduler(self, original: Callable[..., Any], *arguments: Any) -> Any:
+        """With a schedule of batch sizes, Megatron counts samples of ``--train-iters`` in batches of one microbatch of each
+        of its data-parallel ranks: those of the job."""
+        if getattr(self._args, "step_batch_size_schedule", None):
+            self._args.global_batch_size = self._batch
+        return original(*arguments)
+
+    @property
+    def _batch(self) -> int:
+        """The number of samples of a step of the job."""
+        return self._session.config.samples_per_microbatch * self._session.config.microbatches
+
     def _schedule(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return what Megatron's loop passes on to its schedule. ``options``: those of the loop's function."""
         given_on = {name: options[name] for name in _SCHEDULE if options.get(name) is not None}
@@ -211,8 +223,7 @@ class Loop:
 
     def _check(self, args: Any) -> None:
         """Raise ``ConfigError`` where Megatron's arguments differ from the config of the run."""
-        config = self._session.config
-        batch = config.samples_per_microbatch * config.microbatches
+        batch = self._batch
         rampup = args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)
         if args.global_batch_size != batch and not rampup:
             raise ConfigError(

@@ -29,6 +29,7 @@ REPLACED = {
         *("forward_step_func", "data_iterator", "model", "process_non_loss_data_func", "config", "verbose"),
         *("non_loss_data_func", "eval_iters"),
     ),
+    "get_optimizer_param_scheduler": ("optimizer",),
     "load_checkpoint": (),
     "maybe_finalize_async_save": (),
     "save_checkpoint_and_time": ("iteration",),
