@@ -95,48 +95,59 @@ def place(options: LaunchOptions) -> Place:
     Without a store's address, host 0 takes a port and writes that address into the run directory, beside the job; the
     others wait for it.
     """
-    config, hosts, rank, job = options.config, options.hosts, options.host_rank, options.job_id
-    groups, per_group, setting = config.groups, config.ranks_per_group, config.fault_tolerance.store
-    etcd, address, store_address = is_etcd(setting), options.address, options.store
-    if not 0 <= rank < hosts:
+    _refuse_impossible(options)
+    setting, job, own = options.config.fault_tolerance.store, options.job_id, options.address
+    if options.hosts == 1 and options.store is None and job is None:
+        own = own or net.loopback()
+        at = setting if is_etcd(setting) else net.joined(own, options.port)
+        return Place(address=own, store=at, job=uuid.uuid4().hex, grows=options.address is not None)
+    if is_etcd(setting):
+        at, own = setting, own or net.address_for(EtcdAddress.parse(setting).endpoints[0][0], 0, options.target)
+    elif options.store is None and job is not None and options.host_rank == 0:
+        own = own or own_address(options.target)
+        at = net.joined(own, options.port)
+    else:
+        at, host_0 = _meeting_point(options)
+        own = own or net.address_for(host_0, options.host_rank, options.target)
+    return Place(options.hosts, options.host_rank, own, at, job or _ONLY_JOB, grows=True)
+
+
+def _refuse_impossible(options: LaunchOptions) -> None:
+    """Raise ``LaunchError`` for options that contradict each other, or of which one is missing."""
+    hosts, groups, per_group = options.hosts, options.config.groups, options.config.ranks_per_group
+    setting = options.config.fault_tolerance.store
+    if not 0 <= options.host_rank < hosts:
         raise LaunchError(
-            f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one"
+            f"--host-rank is {options.host_rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one"
         )
     if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
         raise LaunchError(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
             f"equal part of one: use another number of hosts"
         )
-    if etcd and store_address is not None:
-        raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
-    if hosts == 1 and store_address is None and job is None:
-        own = address or net.loopback()
-        store_address = setting if etcd else net.joined(own, options.port)
-        return Place(address=own, store=store_address, job=uuid.uuid4().hex, grows=address is not None)
-    if etcd and job is None:
+    if is_etcd(setting) and options.store is not None:
+        raise LaunchError(f"--store is {options.store} and the config says store {setting!r}; leave --store out")
+    if is_etcd(setting) and options.job_id is None and hosts > 1:
         raise LaunchError(
             "--job-id is missing; with etcd and several hosts it tells this launch from earlier ones there: give all "
             "hosts the same new name, such as the job's number"
         )
-    if etcd:
-        store_address, meets_at = setting, EtcdAddress.parse(setting).endpoints[0][0]
-        own = address or net.address_for(meets_at, 0, options.target)
-    elif store_address is None and job is not None and rank == 0:
-        own = address or own_address(options.target)
-        store_address = net.joined(own, options.port)
-    else:
-        if store_address is None and job is not None:
-            line = f"host {rank} waits for host 0 to begin launch {job} in {options.run_dir}"
-            with _waiting(config, lambda: line):
-                store_address = announced_store(options.run_dir, job)
-        if store_address is None or (where := net.split(store_address)) is None:
-            raise LaunchError(
-                f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a "
-                f"free port there; or the same new --job-id, and a run directory that they share"
-            )
-        local_address(where[0])  # refuses a name that cannot be resolved
-        own = address or net.address_for(where[0], rank, options.target)
-    return Place(hosts, rank, own, store_address, job or _ONLY_JOB, grows=True)
+
+
+def _meeting_point(options: LaunchOptions) -> tuple[str, str]:
+    """Return the address of host 0's store, and host 0 in it. Without ``--store``, wait until host 0 announces it."""
+    at, job = options.store, options.job_id
+    if at is None and job is not None:
+        line = f"host {options.host_rank} waits for host 0 to begin launch {job} in {options.run_dir}"
+        with _waiting(options.config, lambda: line):
+            at = announced_store(options.run_dir, job)
+    if at is None or (where := net.split(at)) is None:
+        raise LaunchError(
+            f"--store is {at!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free port "
+            f"there; or the same new --job-id, and a run directory that they share"
+        )
+    local_address(where[0])  # refuses a name that cannot be resolved
+    return at, where[0]
 
 
 def _waiting(config: RunConfig, text: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
