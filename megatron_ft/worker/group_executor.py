@@ -16,24 +16,24 @@ Result = TypeVar("Result")
 
 
 class GroupExecutor:
-    """The ranks of one group. ``width`` microbatches are computed at a time."""
+    """The ranks of one group; ``local``: the leader's own. ``width`` microbatches are computed at a time."""
 
-    def __init__(self, rank: RankExecutor) -> None:
-        self.rank = rank
-        self.width = rank.size
+    def __init__(self, local: RankExecutor) -> None:
+        self.local, self.rank = local, local.rank
+        self.width = local.rank.size
         self._deferred: list[Order[Any]] | None = None
 
     def carry_out(self, order: Order[Result]) -> Result:
         """Tell all other ranks, run the order at this one, and return its result. Raises ``Lost`` when a rank of the
         group is gone; for orders between groups ``Broken``, when the epoch is over."""
         self._tell(order)
-        return order.run(self.rank)
+        return order.run(self.local)
 
     def flush(self, flush: Flush) -> None:
         """Compute microbatches together. No rank receives an order during a flush: it comes after it."""
         self._tell(flush)
         self._deferred = []
-        flush.run(self.rank)
+        flush.run(self.local)
         deferred, self._deferred = self._deferred, None
         for order_meanwhile in deferred:
             self._tell(order_meanwhile)

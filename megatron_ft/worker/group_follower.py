@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.base import Broken
@@ -26,46 +26,43 @@ from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.orders import Order
 from megatron_ft.worker.rank_executor import RankExecutor
 
+Kind = TypeVar("Kind", bound=Order[Any])
+
 
 class GroupFollower:
     """One following rank. ``step`` is the next one the script has to train."""
 
-    def __init__(self, rank: RankExecutor, step: int) -> None:
+    def __init__(self, executor: RankExecutor, step: int) -> None:
         self.step = step
-        self._rank = rank
+        self._executor, self._rank = executor, executor.rank
         self._dataset: Dataset | None = None
         self._said_leaving = False
 
     def enter(self, total: int, comes_back: bool, origin: restore.Origin | None = None) -> None:
         """Wait for the first step, or in a group that comes back for its seat."""
-        while comes_back and not isinstance(self._obey(), orders.Enter):
-            continue
+        if comes_back:
+            self._obey_until(orders.Enter)
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Carry out orders until the step is committed. Raises ``RunStopped``."""
         self._dataset = dataset
-        while not isinstance(self._obey(), orders.EndStep):
-            continue
-        return given(self._rank.result)
+        self._obey_until(orders.EndStep)
+        return given(self._executor.state.result)
 
     def evaluate(self, lost: Callable[[View], Collection[GroupId]]) -> Sums:
         """Carry out orders until the evaluation has ended."""
-        while not isinstance(order := self._obey(), orders.EndEvaluation):
-            continue
-        return order.total
+        return self._obey_until(orders.EndEvaluation).total
 
     def save_together(self, save: FinalSave) -> None:
         """Carry out orders until the save has ended."""
-        while not isinstance(self._obey(), orders.EndTogether):
-            continue
+        self._obey_until(orders.EndTogether)
 
     def end(self, told: Callable[[], bool]) -> None:
         """Nothing: the leader decides which step is the last."""
 
     def finish(self) -> None:
         """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""
-        while not isinstance(self._obey(), orders.End):
-            continue
+        self._obey_until(orders.End)
 
     def log(self, values: Mapping[str, float | str]) -> None:
         """Drop what the script has logged: the leader records it."""
@@ -81,6 +78,12 @@ class GroupFollower:
         if isinstance(verdict, signals.LeaveRequested):
             self._said_leaving = True
 
+    def _obey_until(self, last: type[Kind]) -> Kind:
+        """Carry out orders up to one of that kind, and return it."""
+        while not isinstance(order := self._obey(), last):
+            continue
+        return order
+
     def _obey(self) -> Order[Any]:
         """Carry out the next order, and return it."""
         rank = self._rank
@@ -93,7 +96,7 @@ class GroupFollower:
                 self.step = step
         try:
             with nullcontext() if order.span is None else rank.timeline.span(order.span):
-                order.run(rank)
+                order.run(self._executor)
         except Broken:  # the answer of all ranks tells the leader, and other groups were told
             if not order.between_groups:
                 raise

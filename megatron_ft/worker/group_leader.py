@@ -14,18 +14,15 @@ from functools import partial
 
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
-from megatron_ft.config.schema import RunConfig, job_of
-from megatron_ft.coordination.client import CoordinationClient
+from megatron_ft.config.schema import job_of, placement_of
 from megatron_ft.coordination.store import Fenced
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.shell import Shell, carry_out
-from megatron_ft.core.replication.placement import Placement
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import GroupLeft
 from megatron_ft.runlog import run_state
-from megatron_ft.runlog.history import History
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
 from megatron_ft.worker.evaluation import Sums
@@ -41,24 +38,17 @@ from megatron_ft.worker.rejoin.last_save import LastSave
 class GroupLeader:
     """One group's part in the run. ``first_view`` is the run's first view; None for a group that comes back."""
 
-    def __init__(
-        self,
-        rank: RankExecutor,
-        config: RunConfig,
-        agreement: CoordinationClient,
-        history: History,
-        placement: Placement,
-        first_view: View | None,
-    ) -> None:
+    def __init__(self, local: RankExecutor, first_view: View | None) -> None:
+        rank = local.rank
         self.group = rank.group
-        self._rank, self._executor = rank, GroupExecutor(rank)
-        self._config, self._agreement, self._history = config, agreement, history
-        self._placement, self._first_view = placement, first_view
-        self._store = LeaderStore(rank, agreement, history)
-        self._ranks = LeaderRanks(rank, self._executor, config, agreement, history, placement, self._store, first_view)
+        self._rank, self._local, self._executor = rank, local, GroupExecutor(local)
+        self._config, self._agreement, self._history = rank.env.config, rank.agreement, rank.history
+        self._placement, self._first_view = placement_of(self._config), first_view
+        self._store = LeaderStore(rank)
+        self._ranks = LeaderRanks(self._executor, self._placement, self._store, first_view)
         self._shell: Shell | None = None  # from :meth:`enter` on
         if first_view is not None:
-            agreement.adopted(first_view)
+            self._agreement.adopted(first_view)
 
     @property
     def step(self) -> int:
@@ -72,7 +62,7 @@ class GroupLeader:
 
         The engine is attached, and has the state of ``origin``, if there is one."""
         begins_at = -1 if comes_back else given(self._first_view).step
-        buckets = self._rank.num_buckets
+        buckets = self._local.reducing.gradients.num_buckets
         job = job_of(self._config, self._placement, buckets=buckets, steps=total, first=begins_at)
         if comes_back:
             self._come_back(job)
@@ -89,8 +79,8 @@ class GroupLeader:
         shell = Shell(machine.start(self.group, job, view), self._ranks, self._store, self._store)
         self._shell = self._ranks.shell = self._store.shell = shell
         self._history.set_writer(self.group == min(view.live))
-        self._rank.carry = self._ranks.carried
-        self._rank.epoch = lambda: shell.state.view.epoch if shell.state.synced else None
+        self._local.state.carry = self._ranks.carried
+        self._local.state.epoch = lambda: shell.state.view.epoch if shell.state.synced else None
         self._ranks.checkpoints.begin(view, origin)
 
     def _come_back(self, job: machine.Job) -> None:
@@ -98,13 +88,13 @@ class GroupLeader:
         self._ranks.warm = time.monotonic()
         self._rank.progress.enter("waiting")
         self._rank.points.reach("warm", 0)
-        last_save = self._ranks.last_save = LastSave(self._executor, self._rank.following.env, job.steps)
-        view = RejoinCoordinator(self._rank.following, self._executor, self._hear_before, last_save.save).seat()
+        last_save = self._ranks.last_save = LastSave(self._executor, self._rank.env, job.steps)
+        view = RejoinCoordinator(self._local.following, self._executor, self._hear_before, last_save.save).seat()
         self._agreement.adopted(view)
         self._ranks.record.view = view
         self._begin_with(view, job)
         self._ranks.record.adopt(view)
-        self._rank.prepare(view, view.step)
+        self._local.prepare(view, view.step)
         self._executor.carry_out(orders.Enter(view.step))
 
     def _hear_before(self) -> None:
@@ -133,7 +123,7 @@ class GroupLeader:
             view = shell.state.view
             # A group that has just got its seat has no state yet. The others had this evaluation before they let it in.
             mine = self._evaluate if shell.state.synced else None
-            evaluation = given(self._rank.evaluation)
+            evaluation = given(self._local.evaluation)
             total = evaluation.share(self._agreement, self.group, view.live, lambda: lost(view), mine)
         self._executor.carry_out(orders.EndEvaluation(total))
         return total
@@ -159,7 +149,7 @@ class GroupLeader:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
         with self._until_fenced() as shell:
             self._rank.progress.enter("ended")
-            self._agreement.done(self._rank.incarnation, self._executor.carry_out(orders.Fingerprint()))
+            self._agreement.done(self._rank.env.incarnation, self._executor.carry_out(orders.Fingerprint()))
             self._rank.points.reach("finish", shell.state.step)
             # After this time the epoch ends, and groups that are not done are left out.
             carry_out(shell.finish(self._config.fault_tolerance.detector.longest_collective_s))

@@ -13,8 +13,6 @@ from functools import cache
 from typing import Any, NoReturn
 
 from megatron_ft import codec
-from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.core.exactness import verification
 from megatron_ft.core.protocol import machine, signals
@@ -26,14 +24,13 @@ from megatron_ft.core.scheduling import pipeline_order
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import DIGEST, Listed, StepResult
 from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver, WipedOut
-from megatron_ft.runlog.history import History
 from megatron_ft.types import Bucket, GroupId, Microbatch, View, given
 from megatron_ft.worker import data_identity, orders
 from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
+from megatron_ft.worker.finishing import Discard
 from megatron_ft.worker.group_executor import GroupExecutor
 from megatron_ft.worker.leader_store import FAR_S, LeaderStore
 from megatron_ft.worker.orders import Needs
-from megatron_ft.worker.rank_executor import Discard, RankExecutor
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED
 from megatron_ft.worker.rejoin.last_save import LastSave
@@ -51,16 +48,9 @@ class LeaderRanks(Ranks):
     began to follow others."""
 
     def __init__(
-        self,
-        rank: RankExecutor,
-        executor: GroupExecutor,
-        config: RunConfig,
-        agreement: CoordinationClient,
-        history: History,
-        placement: Placement,
-        store: LeaderStore,
-        first_view: View | None,
+        self, executor: GroupExecutor, placement: Placement, store: LeaderStore, first_view: View | None
     ) -> None:
+        rank, history, config = executor.rank, executor.rank.history, executor.rank.env.config
         self.shell: Shell
         self.dataset: Dataset
         self.last_save: LastSave | None = None
@@ -69,8 +59,9 @@ class LeaderRanks(Ranks):
         self.checkpoints = CheckpointCoordinator(executor, config)
         self.early: Callable[[], dict[str, Any]] = dict
         """Returns what the ``end`` line says of a run that ends before its last step."""
-        self._rank, self._executor, self._config, self._placement = rank, executor, config, placement
-        self._agreement, self._store, self._history = agreement, store, history
+        self._rank, self._local, self._executor = rank, executor.local, executor
+        self._config, self._placement = config, placement
+        self._agreement, self._store, self._history = rank.agreement, store, history
         self._timer = StepTimer(rank.size)
         self._recovery_metrics = RecoveryMetrics(history, rank.group)
         self._first_view = first_view
@@ -95,10 +86,10 @@ class LeaderRanks(Ranks):
         self._recovery_metrics.begin_step()
         self.checkpoints.boundary(state, self.record.line.get("duration_s", 0.0))
         self._executor.carry_out(orders.Begin(state.step, cache(lambda: self._needs(state)), self.dataset))
-        self._rank.say_seconds(self._timer.begin())
+        self._local.guard.slots.say_seconds(self._timer.begin())
 
     def per_shard(self, step: int) -> int:
-        return self._rank.registered.sizes.at(step)
+        return self._local.registered.sizes.at(step)
 
     def _needs(self, state: machine.GroupState) -> Needs:
         """Return the microbatches of the step that begins in ``state``."""
@@ -127,7 +118,7 @@ class LeaderRanks(Ranks):
 
     async def compute(self) -> Sequence[machine.Computed]:
         """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
-        if self._rank.joint:
+        if self._local.computing.joint:
             self._flush()
             return ()
         state = self._state
@@ -137,7 +128,7 @@ class LeaderRanks(Ranks):
         digests = [microbatch in asked for microbatch in microbatches]
         ahead = None
         if self._complete_after(microbatches) and not any(parts) and not any(digests):
-            ahead = self._rank.ahead(state.step, state.unfinished, asked)
+            ahead = self._local.reducing.ahead(state.step, state.unfinished, asked)
         order = orders.Compute(microbatches, patched, parts, digests, state.view.epoch, ahead)
         prefetched, seconds = self._executor.carry_out(order)
         self._recovery_metrics.computed(microbatches[0], patched[0], prefetched, seconds)
@@ -170,12 +161,12 @@ class LeaderRanks(Ranks):
             plan, standby, asked = self._state.plan, self._state.standby, self._digests()
             if new := [one for one in self._state.todo if one not in listing]:
                 listing.update(dict.fromkeys(new))
-                self._rank.want([one for one in new if one in plan.patched])
-            order = pipeline_order.reorder(listing, standby, self._rank.held(listing))
+                self._local.prefetcher.want([one for one in new if one in plan.patched])
+            order = pipeline_order.reorder(listing, standby, self._local.prefetcher.held(listing))
             return [Listed(one, one in plan.patched, self._part(one), one in asked) for one in order]
 
         def closes(last: Sequence[Listed]) -> bool:
-            whole = len(self._state.unfinished) == self._rank.num_buckets and not self._digests()
+            whole = len(self._state.unfinished) == self._local.reducing.gradients.num_buckets and not self._digests()
             return (
                 whole and not any(one.part for one in last) and self._complete_after([one.microbatch for one in last])
             )
@@ -188,21 +179,22 @@ class LeaderRanks(Ranks):
         def reduced(bucket: Bucket) -> None:
             carry_out(self.shell.feed(machine.Reduced(bucket)))
 
-        batches = self._rank.batches.chosen(self._state.plan, self._state.view)
+        batches = self._local.computing.batches.chosen(self._state.plan, self._state.view)
         self._executor.carry_out(orders.Reduce(step, buckets, self._promoted(), self._digests(), batches, reduced))
-        self._timer.collected(self._rank.collected)
+        self._timer.collected(self._local.reducing.collected)
 
     async def update(self, step: int) -> machine.Updated | machine.Discarded:
-        state, measured = self._state, self._rank.measured()
+        state, local = self._state, self._local
+        measured = {group: seconds for group, seconds in enumerate(local.guard.slots.seconds()) if seconds}
         self.record.measure(measured, state.speeds, state.job.straggler_factor)
-        compares = self._rank.batches.sent()
+        compares = local.computing.batches.sent()
         order = orders.Update(step, state.microbatches, state.checks, machine.discardable(state), compares)
         done = self._executor.carry_out(order)
         if isinstance(done, Discard):
             self._note_discarded(step, done)
             return machine.Discarded(step)
-        if self._rank.verified:
-            self._history.record("verified", later=True, step=step, digests=self._rank.verified)
+        if verified := local.finishing.verified:
+            self._history.record("verified", later=True, step=step, digests=verified)
         self.record.view = state.view
         self._slow = state.speeds.slow
         return machine.Updated(step, measured)
@@ -220,7 +212,7 @@ class LeaderRanks(Ranks):
 
     def record_step(self, step: int, duration_s: float) -> StepResult:
         """Record ``step``, which is committed, and let all ranks return to the user's script."""
-        result = given(self._rank.result)
+        result = given(self._local.state.result)
         tokens = getattr(self.dataset, "tokens_per_microbatch", 0)
         self.record.step(result, duration_s, tokens, self._batch(step))
         self._executor.carry_out(orders.EndStep(given(self.record.view).epoch, self._state.step))
@@ -228,7 +220,7 @@ class LeaderRanks(Ranks):
 
     def _batch(self, step: int) -> dict[str, Any]:
         """Return what the record says of the batch of ``step``, if it is not that of the config."""
-        sizes, job = self._rank.registered.sizes, self._state.job
+        sizes, job = self._local.registered.sizes, self._state.job
         skipped = sorted(
             microbatch for microbatch in job.skip if microbatch.step == step and microbatch.index < sizes.at(step)
         )
@@ -244,13 +236,13 @@ class LeaderRanks(Ranks):
         return machine.Connected(view.epoch) if connected else None
 
     async def transfer(self, view: View) -> machine.Transferred:
-        self._rank.carried = {"speeds": codec.encode(self._state.speeds), "measured": self.record.measured}
+        self._local.state.carried = {"speeds": codec.encode(self._state.speeds), "measured": self.record.measured}
         self._executor.carry_out(orders.Transfer())
         if self._state.me not in view.behind:
             return machine.Transferred(view.epoch)
-        taken = self._rank.carried
+        taken = self._local.state.carried
         self.record.measured = taken["measured"]
-        if self._rank.result is not None:
+        if self._local.state.result is not None:
             self.record.view = view
         return machine.Transferred(view.epoch, codec.decode(Speeds, taken["speeds"]))
 
@@ -260,7 +252,7 @@ class LeaderRanks(Ranks):
 
     async def follow(self, step: int) -> machine.CaughtUp | machine.CatchUpFailed | None:
         """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
-        following = self._rank.following
+        following, mine = self._local.following, self._local.state
         # no limit: a donor that sends nothing for detector.collective_timeout_s ends it; it returns after each pause
         while following.stands < step:
             answer = self._executor.carry_out(orders.MakeStep(self._store.pending))
@@ -273,20 +265,21 @@ class LeaderRanks(Ranks):
                 return None
         if following.stands > step:
             return machine.CatchUpFailed(f"it has made step {step}, which is made again")
-        carried, self._rank.result = following.carried, following.result or self._rank.result
+        held = given(following.receiver).held
+        carried, mine.result = held.carried, held.result or mine.result
         self._executor.carry_out(orders.Arrive())
         if carried["line"]:
             self.record.take(carried["line"])
         times = {"seconds": time.monotonic() - self.warm, "receive_s": following.received - self.warm}
         took = {**{name: round(value, 6) for name, value in times.items()}, "received_bytes": following.bytes}
-        who = {"group": self._rank.group, "incarnation": self._rank.incarnation, "donors": list(following.donors)}
+        who = {"group": self._rank.group, "incarnation": self._rank.env.incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
         return machine.CaughtUp(codec.decode(Speeds, carried["speeds"]))
 
     def _awaits_verdict(self) -> bool:
         """Return whether the notice that a donor is lost may be on its way. The view after it decides whether the group has
         to start over, or all members are lost and it holds the newest state."""
-        following, now = self._rank.following, time.monotonic()
+        following, now = self._local.following, time.monotonic()
         if not all(self._state.view.seats(*donor) for donor in following.donors.items()):
             return False
         if self._astray_since is None:
@@ -303,7 +296,7 @@ class LeaderRanks(Ranks):
 
     async def adopt(self, view: View) -> None:
         self._agreement.adopted(view)
-        if view.lost and (stopped := self._rank.nonfinite.stopped()):
+        if view.lost and (stopped := self._local.guard.nonfinite.stopped()):
             step, why = stopped
             self._executor.carry_out(orders.Stop(why, nonfinite=step))
             raise RunStopped(why)
@@ -314,7 +307,7 @@ class LeaderRanks(Ranks):
             self.record.adopt(view)
             self._recovery_metrics.adopted(view)
             self.checkpoints.adopted(view)
-            self._rank.prepare(view, self._state.step)
+            self._local.prepare(view, self._state.step)
 
     def _end_if_refused(self, view: View) -> None:
         """End the run without a step if a group that is lost before the first step may have had other data."""
@@ -343,14 +336,16 @@ class LeaderRanks(Ranks):
         if done is None:
             return False
         states = {group: how["state"] for group, how in done.items()}
-        self._rank.guard.accuse("after the last step", self._state.step, self._state.view, states)
+        self._local.guard.accuse("after the last step", self._state.step, self._state.view, states)
         if len(set(states.values())) > 1:
             return False  # the verdict arrives with the notice
         for group, value in done.items():
             self._history.record("survivor", later=True, group=group, **value)  # with the end, in one piece
         if len({value["params_sha256"] for value in done.values()}) > 1:
-            self._rank.guard.halt(self._state.step, f"the groups' parameters differ though their states do not: {done}")
-        result = given(self._rank.result)
+            self._local.guard.halt(
+                self._state.step, f"the groups' parameters differ though their states do not: {done}"
+            )
+        result = given(self._local.state.result)
         saved: dict[str, Any] = {**self.early(), **self.checkpoints.newest(self._state.step)}
         self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self._state.me])
         self._agreement.put("ended", {"step": result.step, **saved})  # a full disk may have prevented the line

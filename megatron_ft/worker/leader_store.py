@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from typing import cast
 
 from megatron_ft.collectives.intra_group import Lost
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.messages import AwaitView, Event, Propose
 from megatron_ft.core.protocol.ports import Clock, News, Store
 from megatron_ft.core.protocol.shell import Shell
-from megatron_ft.runlog.history import History
 from megatron_ft.types import Report, View
-from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.rank import Rank
 
 _POLL_S = 0.001
 FAR_S = 0.25
@@ -35,13 +33,13 @@ class LeaderStore(Store, Clock):
     """The ports ``Store`` and ``Clock``. ``leaving``: why this group leaves after the present step; ``left``: whether it has
     said so."""
 
-    def __init__(self, rank: RankExecutor, agreement: CoordinationClient, history: History) -> None:
+    def __init__(self, rank: Rank) -> None:
         self.shell: Shell  # of the training thread
         self.leaving, self.left = "", False
-        self._rank, self._agreement, self._history = rank, agreement, history
+        self._rank, self._agreement, self._history = rank, rank.agreement, rank.history
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
-        self._memory = agreement.memory
+        self._memory = rank.agreement.memory
         self._agreed, self._over = 0, False
         self._looked = 0.0
         self._began: float | None = None  # the present look; None: none was due
@@ -90,7 +88,7 @@ class LeaderStore(Store, Clock):
     def _leave(self) -> machine.LeaveAnnounced:
         """Announce that the group leaves. It hears that at once: it must not begin to reduce the next step."""
         self.left = True
-        said = signals.LeaveAnnounced(self._rank.group, self.shell.state.step, self.leaving, self._rank.incarnation)
+        said = signals.LeaveAnnounced(self._rank.group, self.shell.state.step, self.leaving, self._rank.env.incarnation)
         self._agreement.announce(said)
         self._history.note("leave", group=self._rank.group, after=said.after, reason=said.why)
         return said

@@ -27,7 +27,8 @@ from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.recovery_metrics import note_patch
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.rank_executor import Discard, RankExecutor
+    from megatron_ft.worker.finishing import Discard
+    from megatron_ft.worker.rank_executor import RankExecutor
 
 _BUILT, _INTERRUPTED, _BROKEN = 2, 1, 0
 """A rank's answers to the order to connect; the worst answer counts."""
@@ -58,7 +59,7 @@ class Order(ABC, Generic[Result]):
     between_groups: ClassVar[bool] = False
 
     @abstractmethod
-    def run(self, rank: RankExecutor) -> Result:
+    def run(self, executor: RankExecutor) -> Result:
         """Carry it out at one rank. Raises ``Lost`` when another rank of the group is gone."""
 
 
@@ -73,10 +74,13 @@ class Begin(Order[None]):
     needs: Callable[[], Needs]
     dataset: Dataset | None = leaders(None)
 
-    def run(self, rank: RankExecutor) -> None:
-        if rank.evaluation is not None:
-            raise ConfigError(f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate")
-        rank.begin(self.step, given(self.dataset), self.needs)
+    def run(self, executor: RankExecutor) -> None:
+        if executor.evaluation is not None:
+            raise ConfigError(
+                f"rank {executor.rank.position} of this group evaluates; all ranks have to call session.evaluate"
+            )
+        executor.state.boundary(self.step)
+        executor.computing.begin(self.step, given(self.dataset), self.needs)
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, "needs": codec.encode(self.needs())}
@@ -103,13 +107,15 @@ class Compute(Order[tuple[bool, float]]):
     epoch: int
     ahead: Ready | None = leaders(None)
 
-    def run(self, rank: RankExecutor) -> tuple[bool, float]:
-        if rank.position >= len(self.microbatches):
+    def run(self, executor: RankExecutor) -> tuple[bool, float]:
+        rank = executor.rank
+        if (at := rank.position) >= len(self.microbatches):
             return False, 0.0
-        at = rank.position
         microbatch, patch = self.microbatches[at], self.patched[at]
         rank.progress.enter("working")
-        prefetched, seconds = rank.compute(microbatch, patch, self.parts[at], self.digests[at], self.ahead)
+        prefetched, seconds = executor.computing.compute(
+            microbatch, patch, self.parts[at], self.digests[at], self.ahead
+        )
         if patch and rank.position:  # the leader records its own together with the recovery's times
             who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
             note_patch(rank.history, {microbatch: prefetched}, step=microbatch.step, **who)
@@ -126,8 +132,8 @@ class Flush(Order[None]):
     finished: Callable[[Listed, bool], None] = leaders(lambda listed, prefetched: None)
     closes: Callable[[Sequence[Listed]], bool] = leaders(lambda listed: False)
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.flush(self)
+    def run(self, executor: RankExecutor) -> None:
+        executor.computing.flush(self, executor.reducing.ahead_together)
 
 
 @dataclass(frozen=True)
@@ -139,16 +145,16 @@ class Connect(Order[bool]):
     step: int
     interrupted: Callable[[], bool] | None = leaders(None)
 
-    def run(self, rank: RankExecutor) -> bool:
-        view, interrupted = self.view, self.interrupted
+    def run(self, executor: RankExecutor) -> bool:
+        rank, view, interrupted = executor.rank, self.view, self.interrupted
         if interrupted is None:
             rank.agreement.adopted(view)
             # News of the view stay true for any number of attempts: the leader does not know them yet, but will.
             interrupted = lambda: rank.link.concerned(view) or bool(rank.lost_because)  # noqa: E731
         if rank.inner is None:
-            return rank.connect(view, self.step, interrupted)
+            return executor.connect(view, self.step, interrupted)
         try:
-            answer = _BUILT if rank.connect(view, self.step, interrupted) else _INTERRUPTED
+            answer = _BUILT if executor.connect(view, self.step, interrupted) else _INTERRUPTED
         except Broken as error:
             rank.link.tell_broken(view.epoch, f"rank {rank.position}: {error}", detail=error.detail)
             answer = _BROKEN
@@ -163,8 +169,8 @@ class Transfer(Order[None]):
 
     span, between_groups = "recover", True
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.transfer()
+    def run(self, executor: RankExecutor) -> None:
+        executor.reducing.transfer()
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,8 @@ class Reduce(Order[None]):
     batches: Sequence[Microbatch] = ()
     done: Callable[[Bucket], None] = leaders(lambda bucket: None)
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.reduce(self)
+    def run(self, executor: RankExecutor) -> None:
+        executor.reducing.reduce(self)
 
 
 @dataclass(frozen=True)
@@ -198,16 +204,16 @@ class Update(Order["StepResult | Discard"]):
     contributors: tuple[int, ...] = ()
     batches: bool = False
 
-    def run(self, rank: RankExecutor) -> StepResult | Discard:
-        rank.progress.enter("working")
-        return rank.update(self)
+    def run(self, executor: RankExecutor) -> StepResult | Discard:
+        executor.rank.progress.enter("working")
+        return executor.finishing.update(self)
 
 
 class CloseEpoch(Order[None]):
     """Close the communicators of the epoch that is over."""
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.close_epoch()
+    def run(self, executor: RankExecutor) -> None:
+        executor.close_epoch()
 
 
 @dataclass(frozen=True)
@@ -217,8 +223,8 @@ class EndStep(Order[None]):
     epoch: int
     following: int
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.end_step(self.epoch)
+    def run(self, executor: RankExecutor) -> None:
+        executor.finishing.end_step(self.epoch)
 
 
 # --- the return of a group -------------------------------------------------------------------------------------------
@@ -233,15 +239,15 @@ class Follow(Order[int]):
     margin: int
     epoch: int
 
-    def run(self, rank: RankExecutor) -> int:
-        return rank.following.begin(self.donors, self.margin, self.epoch)
+    def run(self, executor: RankExecutor) -> int:
+        return executor.following.begin(self.donors, self.margin, self.epoch)
 
 
 class TakeState(Order[int]):
     """Wait for the state, and put it in place."""
 
-    def run(self, rank: RankExecutor) -> int:
-        return rank.following.take_state()
+    def run(self, executor: RankExecutor) -> int:
+        return executor.following.take_state()
 
 
 @dataclass(frozen=True)
@@ -250,8 +256,8 @@ class MakeStep(Order[int]):
 
     interrupted: Callable[[], bool] = leaders(lambda: False)
 
-    def run(self, rank: RankExecutor) -> int:
-        return rank.following.make_step(self.interrupted)
+    def run(self, executor: RankExecutor) -> int:
+        return executor.following.make_step(self.interrupted)
 
 
 @dataclass(frozen=True)
@@ -260,15 +266,16 @@ class Enter(Order[None]):
 
     step: int
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, executor: RankExecutor) -> None:
         pass
 
 
 class Arrive(Order[None]):
     """Note that the group has reached the step of the others."""
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.arrive()
+    def run(self, executor: RankExecutor) -> None:
+        executor.computing.arrive(given(executor.following.receiver).held.hyperparameters)
+        executor.following.end()
 
 
 # --- the beginning and the end ---------------------------------------------------------------------------------------
@@ -277,9 +284,9 @@ class Arrive(Order[None]):
 class ShareState(Order[None]):
     """Before the first step: start all ranks from the leader's model."""
 
-    def run(self, rank: RankExecutor) -> None:
-        if rank.inner is not None:
-            rank.share_state()
+    def run(self, executor: RankExecutor) -> None:
+        if executor.rank.inner is not None:
+            executor.state.share()
 
 
 @dataclass(frozen=True)
@@ -288,16 +295,16 @@ class Save(Order[None]):
 
     order: Saves
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.inside(rank.engine.complete)
-        rank.saving.take(self.order, rank.engine, rank.states)
+    def run(self, executor: RankExecutor) -> None:
+        executor.rank.inside(executor.engine.complete)
+        executor.saving.take(self.order, executor.engine, executor.guard.states)
 
 
 class AwaitRest(Order[None]):
     """Wait for what lost donors have sent."""
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.following.await_rest()
+    def run(self, executor: RankExecutor) -> None:
+        executor.following.await_rest()
 
 
 @dataclass(frozen=True)
@@ -308,17 +315,17 @@ class SaveAlone(Order[list[dict[str, Any]]]):
     at: int
     attempt: str
 
-    def run(self, rank: RankExecutor) -> list[dict[str, Any]]:
-        held = rank.following.held
+    def run(self, executor: RankExecutor) -> list[dict[str, Any]]:
+        rank, held = executor.rank, executor.following.held
         if held is None or held.step != self.at:
             said: dict[str, Any] = {"step": held and held.step, "error": "it holds no complete state"}
         else:
             # The script may have set its own meanwhile, for a later step.
-            rank.engine.hyperparameters.write(held.hyperparameters)
-            rank.registered.load(held.registered)
-            rank.inside(rank.engine.complete)
+            executor.engine.hyperparameters.write(held.hyperparameters)
+            executor.registered.load(held.registered)
+            rank.inside(executor.engine.complete)
             rank.progress.enter("outside")  # as long as a disk takes
-            said = rank.saving.write_alone(self.at, self.attempt, rank.engine)
+            said = executor.saving.write_alone(self.at, self.attempt, executor.engine)
             rank.progress.advance()
             rank.progress.enter("waiting")
         return [said] if rank.inner is None else rank.inner.gather(said)
@@ -331,8 +338,9 @@ class Evaluate(Order[Sums]):
 
     batches: Sequence[tuple[int, int]]
 
-    def run(self, rank: RankExecutor) -> Sums:
-        if (evaluation := rank.evaluation) is None:
+    def run(self, executor: RankExecutor) -> Sums:
+        rank = executor.rank
+        if (evaluation := executor.evaluation) is None:
             raise ConfigError("rank 0 of this group evaluates; all ranks have to call session.evaluate")
         rank.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
         sums = rank.inside(lambda: evaluation.compute([range(first, end) for first, end in self.batches]))
@@ -347,8 +355,8 @@ class EndEvaluation(Order[None]):
 
     total: Sums
 
-    def run(self, rank: RankExecutor) -> None:
-        rank.evaluation = None
+    def run(self, executor: RankExecutor) -> None:
+        executor.evaluation = None
 
 
 @dataclass(frozen=True)
@@ -357,8 +365,9 @@ class WriteTogether(Order[None]):
 
     path: str
 
-    def run(self, rank: RankExecutor) -> None:
-        if (write := rank.together) is None:
+    def run(self, executor: RankExecutor) -> None:
+        rank = executor.rank
+        if (write := executor.together) is None:
             raise ConfigError("rank 0 of this group saves; all ranks have to call session.save_together")
         rank.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
         rank.inside(lambda: write(Path(self.path)))
@@ -369,22 +378,22 @@ class WriteTogether(Order[None]):
 class EndTogether(Order[None]):
     """Return to the scripts: what they save together is saved."""
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, executor: RankExecutor) -> None:
         pass
 
 
 class Fingerprint(Order[dict[str, Any]]):
     """Compare and describe the group's parameters after the last step."""
 
-    def run(self, rank: RankExecutor) -> dict[str, Any]:
-        rank.inside(rank.engine.complete)
-        return rank.fingerprint()
+    def run(self, executor: RankExecutor) -> dict[str, Any]:
+        executor.rank.inside(executor.engine.complete)
+        return executor.state.fingerprint()
 
 
 class End(Order[None]):
     """Return from the run, which has ended everywhere."""
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, executor: RankExecutor) -> None:
         pass
 
 
@@ -399,10 +408,10 @@ class Stop(Order[None]):
     kind: str = errors.RunStopped.__name__
     nonfinite: int | None = None
 
-    def run(self, rank: RankExecutor) -> None:
+    def run(self, executor: RankExecutor) -> None:
         if self.nonfinite is not None:
-            rank.nonfinite.name(self.nonfinite, rank.engine)
-        if rank.position:
+            executor.guard.nonfinite.name(self.nonfinite, executor.engine)
+        if executor.rank.position:
             raise getattr(errors, self.kind)(self.reason)
 
 

@@ -70,7 +70,7 @@ class LivenessTracker:
 
 
 def wait_for_return(
-    rank: RankExecutor,
+    executor: RankExecutor,
     store: ControlStore,
     census: LivenessTracker,
     why: str,
@@ -87,8 +87,9 @@ def wait_for_return(
         leaving: returns the reason why this rank was told to leave; empty without one.
         patience_s: seconds that the control store may be away; no group can come back meanwhile.
     """
+    rank = executor.rank
     rank.progress.enter("waiting")
-    rank.close_epoch()
+    executor.close_epoch()
     # no limit: each turn is news of one loss; without any it ends after _CULPRIT_S
     while not (rank.lost_because or census.halted) and census.changed.wait(_CULPRIT_S):
         census.changed.clear()
@@ -99,8 +100,8 @@ def wait_for_return(
             pid=os.getpid(),
             host=socket.gethostname(),
             why=f"has lost the other ranks of its group: {why}",
-            incarnation=rank.incarnation,
-            host_rank=rank.host_rank,
+            incarnation=rank.env.incarnation,
+            host_rank=rank.env.host_rank,
         )
         rank.agreement.announce(given_up)
     reason = rank.lost_because or why

@@ -56,7 +56,6 @@ from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn
 from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
 from megatron_ft.worker import data_identity, progress_counters, standalone_run
 from megatron_ft.worker.engine_maker import EngineMaker
@@ -66,6 +65,7 @@ from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_follower import GroupFollower
 from megatron_ft.worker.group_leader import GroupLeader
 from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.registered_state import Stateful
 
@@ -166,19 +166,16 @@ class Session:
         self._ended: list[tuple[str, Evaluation | FinalSave]] = []
         self._ended_at = -1
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
-        record = History(env.run_dir)
-        self._rank = RankExecutor(env, agreement, record)
+        self._rank = Rank(env, agreement)
+        self._executor = RankExecutor(self._rank)
         self._maker = EngineMaker(env, lambda: self._rank.inner, self._until_lost)
         self._copies = peer_copies.of(env)
         self._liveness = LivenessTracker(env.config.groups)
         self._process_groups = UserProcessGroups(env, self._store.clone(), self._rank.progress.training)
         if env.position == 0:
-            placement = config_module.placement_of(env.config)
-            self._role: GroupLeader | GroupFollower = GroupLeader(
-                self._rank, env.config, agreement, record, placement, first
-            )
+            self._role: GroupLeader | GroupFollower = GroupLeader(self._executor, first)
         else:
-            self._role = GroupFollower(self._rank, 0 if first is None else first.step)
+            self._role = GroupFollower(self._executor, 0 if first is None else first.step)
         if listens:
             Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
         self._rank.progress.start()
@@ -203,7 +200,7 @@ class Session:
     def step(self) -> int:
         """The next step to train; the number of steps that are committed. In a hook of the optimizer it is the step that is
         being made, also in a group that repeats the steps of others on its way back."""
-        makes = self._rank.following.makes
+        makes = self._executor.following.makes
         return self._role.step if makes is None else makes
 
     @property
@@ -215,7 +212,7 @@ class Session:
         steps, so that each data epoch still has every sample once. In another dataset, whose function gets the
         microbatch id only, the sizes must follow from the step.
         """
-        return self._rank.registered.sizes.at(self.step)
+        return self._executor.registered.sizes.at(self.step)
 
     @microbatches_per_group.setter
     def microbatches_per_group(self, number: int) -> None:
@@ -228,12 +225,13 @@ class Session:
             )
         self._refuse_within_step("session.microbatches_per_group")
         if number != self.microbatches_per_group:
-            self._rank.resize(self.step, number)
+            self._executor.prefetcher.drop()  # samples of these steps may be loaded already
+            self._executor.registered.sizes.change(self.step, number)
 
     @property
     def batch_sizes(self) -> BatchSchedule:
         """The numbers of microbatches in a shard, of all steps."""
-        return self._rank.registered.sizes
+        return self._executor.registered.sizes
 
     @property
     def gets_state(self) -> bool:
@@ -319,13 +317,15 @@ class Session:
                     "session.evaluate before session.steps: make the engine, and call it in the loop over session.steps"
                 )
             with self._until_lost():
-                self._rank.identities.agree("run", data_identity.of_run(self.config, self._total))
+                self._executor.identities.agree("run", data_identity.of_run(self.config, self._total))
                 self._enter(self._engine)
         batch = self.config.samples_per_microbatch if batch_size is None else batch_size
         if not isinstance(batch, int) or batch < 1:
             raise ConfigError(f"session.evaluate: batch_size is {batch!r}; it must be a whole number >= 1")
         key = f"evaluate/{self.step}/{name}.{self._number(f'evaluate {name}')}"
-        evaluation = self._rank.evaluation = Evaluation(fn, dataset, batch, collate_fn, name, self._settings.seed, key)
+        evaluation = self._executor.evaluation = Evaluation(
+            fn, dataset, batch, collate_fn, name, self._settings.seed, key
+        )
         self._ended.append((f"evaluate {name}", evaluation))
         try:
             with self._until_lost():
@@ -333,7 +333,7 @@ class Session:
             return total
         finally:
             self._seed_script(f"evaluate {name}")
-            self._rank.evaluation = None
+            self._executor.evaluation = None
             self._rank.progress.enter("outside")
 
     def register(self, name: str, stateful: Stateful) -> None:
@@ -353,7 +353,7 @@ class Session:
         """
         if self._entered:
             raise ConfigError(f"session.register({name!r}, ...) after the first step: call it before session.steps")
-        self._rank.registered.add(name, stateful)
+        self._executor.registered.add(name, stateful)
 
     def save(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Save a file or directory during training, such as the best model so far: one group writes it, and another one
@@ -395,13 +395,13 @@ class Session:
 
         Args, Raises: as :meth:`save`.
         """
-        self._rank.together = write
+        self._executor.together = write
         place = Path(path).absolute()
         try:
             with self._until_lost():
                 self._role.save_together(self._begin_save(place))
         finally:
-            self._rank.together = None
+            self._executor.together = None
         return place
 
     def say_not_saved(self, reason: str) -> None:
@@ -590,7 +590,7 @@ class Session:
             seq_len=seq_len,
             samples_per_microbatch=self.config.samples_per_microbatch,
             groups=self.config.shards,
-            microbatches_per_group=self._rank.registered.sizes,
+            microbatches_per_group=self._executor.registered.sizes,
             seed=self._settings.seed,
             documents=documents,
         )
@@ -626,7 +626,7 @@ class Session:
         return Loader(
             dataset,
             groups=self.config.shards,
-            microbatches_per_group=self._rank.registered.sizes,
+            microbatches_per_group=self._executor.registered.sizes,
             samples_per_microbatch=self.config.samples_per_microbatch,
             seed=self._settings.seed,
             shuffle=shuffle,
@@ -682,7 +682,7 @@ class Session:
                 )
             step = self._role.step
         self._write_logged()
-        self._rank.close()
+        self._executor.close()
         with self._until_lost():
             self._role.finish()
 
@@ -696,7 +696,7 @@ class Session:
         """
         if self._origin is not None and name in (saved := self._origin.meta.get("identity", {})):
             value = saved[name]
-        return self._rank.identities.settle(name, value)
+        return self._executor.identities.settle(name, value)
 
     def end(self) -> None:
         """End the run after the last step that was made, before the number of :meth:`steps`. All ranks of all groups call it
@@ -764,7 +764,6 @@ class Session:
                 "session.microbatches needs an engine without a loss function: leave loss_fn out in session.wrap, or call "
                 "session.train_step"
             )
-        self._rank.await_commit = self._await_commit
         return self._loop.microbatches(lambda: self.train_step(engine, dataset))
 
     def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor | None = None) -> None:
@@ -809,15 +808,16 @@ class Session:
         if origin is not None:
             restore.check(self.config, origin.path, origin.meta)  # first: its error names the setting
             saved = origin.path, origin.meta.get("identity", {})
-        identities = self._rank.identities
+        identities = self._executor.identities
         identities.agree("run", data_identity.of_run(self.config, self._total))
         identities.agree("data", data_identity.of_data(dataset, known), saved)
 
     def _enter(self, engine: Engine) -> None:
         self._entered = True
-        self._rank.attach(engine)
+        own_loop = getattr(engine, "loss_fn", None) == self._loop.loss_fn
+        self._executor.attach(engine, self._await_commit if own_loop else None)
         if self._origin is not None:
-            self._rank.result = restore.load(
+            self._executor.state.result = restore.load(
                 self._origin, self.config, self.position, engine, self._copies, self._load_registered
             )
         self._role.enter(self._total, self._comes_back, self._origin)
@@ -830,7 +830,7 @@ class Session:
 
     def _load_registered(self, state: Mapping[str, Any]) -> None:
         """Give the script's objects their states from a checkpoint. A script may register others than the one before."""
-        for name in self._rank.registered.load(state):
+        for name in self._executor.registered.load(state):
             what = "is not registered by this script" if name in state else "is not in the checkpoint, and begins anew"
             _log.warning(f"{name!r} {what}: checkpoint {given(self._origin).path}")
 
@@ -912,7 +912,7 @@ class Session:
                 self.is_told_to_stop |= isinstance(verdict, Stops)
                 self._role.on_signal(verdict)
             case signals.ChecksumsRequested():
-                self._rank.publish_checksums(verdict)
+                self._executor.publish_checksums(verdict)
             case signals.CollectivesRequested():
                 self._process_groups.answer(verdict)
             case _:
@@ -926,7 +926,7 @@ class Session:
                     self._process_groups.abort()
                     self._maker.cut()
                 self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
-                self._rank.on_signal(verdict)
+                self._executor.on_signal(verdict)
 
     def _record_forged(self, key: str) -> None:
         """Record a forged entry of the control store, at position 0 only.
@@ -953,7 +953,7 @@ class Session:
         else:
             return
         patience_s = self._settings.store_patience_s
-        wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)
+        wait_for_return(self._executor, self._store, self._liveness, why, lambda: self._leaving, patience_s)
 
 
 def _accelerate_is_used() -> bool:

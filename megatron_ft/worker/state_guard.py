@@ -73,8 +73,8 @@ class StateGuard:
         agreement: CoordinationClient,
         history: History,
     ) -> None:
-        self._env, self._slots, self._states = env, slots, states
-        self._nonfinite, self._agreement, self._history = nonfinite, agreement, history
+        self._env, self.slots, self.states = env, slots, states
+        self.nonfinite, self._agreement, self._history = nonfinite, agreement, history
         self._accused: set[tuple[GroupId, int]] = set()
         self._ties: set[tuple[tuple[GroupId, ...], ...]] = set()
         self._halted = False
@@ -91,16 +91,16 @@ class StateGuard:
         """Put this rank's checksums into the cleared local bucket 0 of ``step``, for the comparison in all groups."""
         self._whole, self._equal = -1, step if self._equal is None else self._equal
         self._set, self._made = values.read(), values.made
-        self._checksums = (self._states.of_step(step), *map(hyperparameters.checksum, (self._set, self._made)))
-        self._slots.say_checksums(self._checksums)
-        self._slots.say_suspect(self._nonfinite.suspect)
+        self._checksums = (self.states.of_step(step), *map(hyperparameters.checksum, (self._set, self._made)))
+        self.slots.say_checksums(self._checksums)
+        self.slots.say_suspect(self.nonfinite.suspect)
 
     def say_all(self, step: int) -> None:
         """Put the checksum of the whole state there: a group enters in ``step``."""
         self._whole = step
         checksums = list(self._checksums)
-        checksums[STATE] = self._states.whole(step)
-        self._slots.say_checksums(checksums)
+        checksums[STATE] = self.states.whole(step)
+        self.slots.say_checksums(checksums)
 
     def found_equal(self, step: int, chunk: int | None = None) -> None:
         """Note that the state at the beginning of ``step`` is that of the other groups; ``chunk``: only a part of it."""
@@ -109,7 +109,7 @@ class StateGuard:
             self._equal_chunks.clear()
         else:
             self._equal_chunks[chunk] = step
-            if len(self._equal_chunks) == self._states.chunks:
+            if len(self._equal_chunks) == self.states.chunks:
                 self._equal = max(self._equal or 0, min(self._equal_chunks.values()))
 
     def compare(self, step: int, view: View) -> tuple[GroupId, ...]:
@@ -121,13 +121,13 @@ class StateGuard:
         Raises ``StartOver`` where this group's state or hyperparameters, or its gradient in several steps, are not the right
         ones, and ``InvariantBroken`` where it is not known which are right.
         """
-        suspects, group = self._slots.suspects(), self._env.group
+        suspects, group = self.slots.suspects(), self._env.group
         if group in state_divergence.nonfinite_minority({member: member in suspects for member in view.live}):
             raise StartOver(
                 f"group {group} leaves: its own gradient was not finite in {SUSPECT_AFTER} steps in a row, that of most "
                 f"groups was. It takes their state; if it happens again, look at the hardware it runs on"
             )
-        state, begun, made = self._slots.checksums()
+        state, begun, made = self.slots.checksums()
         doubted = self._doubted(view, step)
         now, before = f"at the beginning of step {step}", f"in step {step - 1}"
         # Other hyperparameters in the step before have made another state, so they come first.
@@ -136,18 +136,18 @@ class StateGuard:
                 details = hyperparameters.named(values)
                 subject = _Subject(step, said, "hyperparameters", when, key, details, _values)
                 self._part(subject, differs, doubted)
-        chunk, whole = self._states.due(step), self._whole == step
+        chunk, whole = self.states.due(step), self._whole == step
         if chunk is None and not whole:
             return ()
         if differs := state_divergence.compare(state, doubted):
-            sums = (self._states.last(step) if whole else self._states.details(step)) or {}
+            sums = (self.states.last(step) if whole else self.states.details(step)) or {}
             shown = partial(self._tensors, None if whole else chunk)
             self._part(_Subject(step, state, "states", now, "", sums, shown), differs, doubted)
         self.found_equal(step, None if whole else chunk)
         return differs.minority if whole else ()
 
     def _doubted(self, view: View, step: int) -> frozenset[GroupId]:
-        return state_divergence.doubted(view, step, self._states.pass_steps)
+        return state_divergence.doubted(view, step, self.states.pass_steps)
 
     def _part(self, subject: _Subject, found: state_divergence.Comparison, doubted: Collection[GroupId]) -> None:
         """End this group if its state is not the right one, or the run if that is not known."""
@@ -179,7 +179,7 @@ class StateGuard:
             if not found.tied and me not in found.minority:
                 return ""
             other = next(min(groups) for groups in sets if by not in groups)
-            differ, is_mine = self._slots.differing(said[by], said[other])
+            differ, is_mine = self.slots.differing(said[by], said[other])
             if by == me and is_mine:
                 theirs = await_found(agreement, f"{key}/{position}{subject.key}/{other}", deadline)
                 names = [] if theirs is None else differing(mine, theirs)
@@ -266,7 +266,7 @@ class StateGuard:
 
     def publish(self, step: int) -> None:
         """Publish the details found when :meth:`accuse` was given the checksums of all. Any thread may call it."""
-        found = self._states.last(step)
+        found = self.states.last(step)
         if found is not None:
             key = _whole_key(step, self._env.position, self._env.group, self._env.incarnation)
             threading.Thread(target=self._publish, args=(key, found), name="megatron_ft-checksums", daemon=True).start()

@@ -38,16 +38,17 @@ def alone(tmp_path_factory, data_dir):
 
 
 FLIP = """
-from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.finishing import Finishing
 
-update = RankExecutor.update
+update = Finishing.update
 def flipped(self, order):
     result = update(self, order)
-    if (self.group, self.position, self.incarnation, order.step) == (1, 1, 0, 3):
-        name, moment = next((name, of) for name, of in self.engine.state_tensors() if " exp_avg " in name)
+    rank = self._rank
+    if (rank.group, rank.position, rank.env.incarnation, order.step) == (1, 1, 0, 3):
+        name, moment = next((name, of) for name, of in self._engine.state_tensors() if " exp_avg " in name)
         moment.data.view(-1).numpy().view("int32")[0] ^= 1 << 22
     return result
-RankExecutor.update = flipped
+Finishing.update = flipped
 """
 
 

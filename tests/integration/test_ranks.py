@@ -124,11 +124,11 @@ HANGS_INSIDE = """
 import threading
 import torch, torch.distributed as dist
 from megatron_ft.core.detection import rank_health
-from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.session import Session
 
 rank_health.LEAST_S = 2.0
-plain, inside = Session.train_step, RankExecutor.inside
+plain, inside = Session.train_step, Rank.inside
 
 def train_step(self, *args):
     if not dist.is_initialized():
@@ -137,13 +137,13 @@ def train_step(self, *args):
 
 def with_collective(self, operation):
     def first_a_collective():
-        if (self.group, self.position, self.incarnation, self._step) == (1, 1, 0, 5):
+        if (self.group, self.position, self.env.incarnation, self.link._step) == (1, 1, 0, 5):
             threading.Event().wait()  # a bug of the user's: it never gets to the collective
         dist.all_reduce(torch.ones(10))
         return operation()
     return inside(self, first_a_collective)
 
-Session.train_step, RankExecutor.inside = train_step, with_collective
+Session.train_step, Rank.inside = train_step, with_collective
 """
 
 

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from megatron_ft.collectives.base import Broken
-from megatron_ft.config.schema import RunConfig, placement_of
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.shell import carry_out
@@ -69,8 +69,11 @@ def view_of_the_others(leader: GroupLeader) -> View:
 
 
 def leader_of_group_1(tmp_path) -> GroupLeader:
-    rank = MagicMock(group=1, incarnation=0, size=1, inner=None, num_buckets=2, lost_because="")
-    rank.nonfinite.stopped.return_value = None
+    config = RunConfig(groups=GROUPS, microbatches_per_group=2)
+    rank = MagicMock(group=1, size=1, inner=None, lost_because="", history=History(tmp_path))
+    rank.env.config = config
+    local = MagicMock(rank=rank)
+    local.reducing.gradients.num_buckets, local.guard.nonfinite.stopped.return_value = 2, None
     first = View(
         epoch=0,
         live=tuple(range(GROUPS)),
@@ -78,8 +81,7 @@ def leader_of_group_1(tmp_path) -> GroupLeader:
         step=0,
         plan_origin=PlanOrigin(tuple(range(GROUPS))),
     )
-    config = RunConfig(groups=GROUPS, microbatches_per_group=2)
-    leader = GroupLeader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
+    leader = GroupLeader(local, first)
     leader.enter(total=5, comes_back=False)
     return leader
 
@@ -146,7 +148,7 @@ def test_an_epoch_that_failed_is_closed_at_once_and_one_that_ends_in_order_with_
     """Data of the step before may still be on its way to a member of an epoch that ends in order."""
     leader = leader_of_group_1(tmp_path)
     use(leader, Store())
-    closes = leader._rank.close_epoch
+    closes = leader._local.close_epoch
     leader._shell.state = machine.changed(leader._shell.state, step=1)
     feed(leader, machine.EpochAborted(0, "it is over", after=0 if in_order else -1))
     assert leader._shell.state.reported and closes.call_count == (not in_order)
@@ -182,7 +184,7 @@ def test_an_operation_that_broke_ends_the_epoch_in_which_it_began_and_no_later_o
 def test_the_end_of_the_run_is_announced_when_it_can_be_read(tmp_path):
     """An agent or another group that hears of it may read it at once."""
     leader, written, read = leader_of_group_1(tmp_path), {}, []
-    leader._rank.result = StepResult(step=4, loss=1.0, microbatches=6, gradient_norm=1.0)
+    leader._local.state.result = StepResult(step=4, loss=1.0, microbatches=6, gradient_norm=1.0)
     agreement = use(leader, MagicMock(put=written.__setitem__))
     agreement.all_done.return_value = {
         group: {"state": "a", "params_sha256": "b", "params_norm": 1.0} for group in range(GROUPS)

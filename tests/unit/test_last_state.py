@@ -15,8 +15,8 @@ from megatron_ft.engines.port import StepResult
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View
-from megatron_ft.worker.rejoin.joiner import Held
 from megatron_ft.worker.rejoin.last_save import LastSave
+from megatron_ft.worker.rejoin.state_receiver import Held
 
 
 def members(*live: int, dead: dict[int, int] | None = None, **incarnations: int) -> Seats:
@@ -72,8 +72,8 @@ def test_no_last_state_is_saved_with_a_step_that_the_record_lacks(tmp_path):
     copy = checkpoint.snapshot({"weight": torch.ones(2)}, 0, 1)
     executor = MagicMock()
     executor.rank.agreement.run_id, executor.rank.history = "run", History(tmp_path)
-    executor.rank.identities.of_run.return_value = {}
-    executor.rank.following.held = Held(4, result, {"speeds": {}}, None, {})
+    executor.local.identities.of_run.return_value = {}
+    executor.local.following.held = Held(4, result, {"speeds": {}}, None, {})
     executor.carry_out = lambda order: [checkpoint.write_part(tmp_path / "saved", order.at, order.attempt, 0, copy)]
     executor.rank.history.record("step", step=3, epoch=0, loss=1.0)
     said = LastSave(executor, MagicMock(config=config, group=1, incarnation=1), 9).save()

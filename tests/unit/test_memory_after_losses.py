@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -20,11 +21,12 @@ from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.watcher import Watcher
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
-from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch
 from megatron_ft.worker import progress_counters
 from megatron_ft.worker.peer_lost import LivenessTracker
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.reducing import Reducing
 from tests import support
 from tests.growth import FIRST, Changes
 from tests.stores import await_
@@ -45,8 +47,9 @@ class Survivor:
         self.agreement = CoordinationClient(client.clone(), 0, 60.0)
         self.agreement.adopted(FIRST)
         env = RankEnvironment("run", 0, 0, ("127.0.0.1", port), "127.0.0.1", tmp_path, RunConfig(groups=2), 0)
-        self.rank = RankExecutor(env, self.agreement, History(tmp_path))
-        self.rank._reduction = SimpleNamespace(drop=lambda: None)
+        self.executor = RankExecutor(Rank(env, self.agreement))
+        self.executor.reducing = Reducing(MagicMock(rank=self.executor.rank), MagicMock(), MagicMock())
+        self.executor.reducing._reduction = SimpleNamespace(drop=lambda: None)
         self.census, self.verdicts = LivenessTracker(2), []
         self.state = machine.start(0, JOB, FIRST)
         self.watcher = Watcher(client.clone(), self._hear, lambda error: None)
@@ -55,7 +58,7 @@ class Survivor:
 
     def _hear(self, verdict) -> None:
         self.census.on_signal(verdict)
-        self.rank.on_signal(verdict)
+        self.executor.on_signal(verdict)
         if isinstance(verdict, GroupFailed):  # one that was deleted before it was read is superseded by a later one
             self.deaths = max(self.deaths, verdict.incarnation + 1)
         if isinstance(verdict, GroupFailed | EpochAborted):
@@ -71,10 +74,10 @@ class Survivor:
             for verdict in (*self.verdicts, GroupFailed(1, "killed", wanted - 1, Microbatch(wanted, 0, 0))):
                 self.state, _ = machine.step(self.state, verdict, 0.0)
             self.verdicts.clear()
-            self.rank.close_epoch()
+            self.executor.close_epoch()
             self.agreement.adopted(view)
-            assert self.rank.connect(view, wanted, lambda: False)
-            self.rank._meanwhile()
+            assert self.executor.connect(view, wanted, lambda: False)
+            self.executor.reducing.meanwhile()
             self._commit(wanted)
             self.changes.make(1)  # group 1 is back; its connection is not built here
             self.agreement.adopted(self.changes.view)
@@ -90,7 +93,7 @@ class Survivor:
         own |= {
             f"agreement.{name}": len(value) for name, value in vars(self.agreement).items() if hasattr(value, "__len__")
         }
-        own["heard"] = len(self.rank.link._heard)
+        own["heard"] = len(self.executor.rank.link._heard)
         own["census"] = len(self.census._gone) + len(self.census._silent) + len(self.census._groups)
         own["threads"] = threading.active_count()
         own["descriptors"] = len(os.listdir("/proc/self/fd"))
@@ -98,8 +101,8 @@ class Survivor:
 
     def close(self) -> None:
         self.watcher.stop()
-        self.rank.close_epoch()
-        self.rank._prefetcher.close()
+        self.executor.close_epoch()
+        self.executor.prefetcher.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ DEATHS = [GroupFailed(group, "its rank 1 has ended", 0) for group in (0, 1)]
 def wait(census: LivenessTracker) -> None:
     rank, store = MagicMock(group=0, position=0, lost_because="its rank 1 has ended"), MagicMock()
     store.get.return_value = None
-    wait_for_return(rank, store, census, "a connection broke", lambda: "", 60.0)
+    wait_for_return(MagicMock(rank=rank), store, census, "a connection broke", lambda: "", 60.0)
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -11,21 +11,25 @@ import torch
 from torch import nn
 
 from megatron_ft.collectives.base import Broken, Left
-from megatron_ft.collectives.bucket_allreduce import Reduction
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.p2p_channel import P2PChannels
 from megatron_ft.config.schema import FaultToleranceConfig, RejoinConfig, RunConfig
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
-from megatron_ft.engines.port import OWN, StepResult
+from megatron_ft.engines.port import OWN, Engine, StepResult
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch, PlanOrigin, View
-from megatron_ft.worker.orders import Reduce
+from megatron_ft.worker.computing import Computing
+from megatron_ft.worker.finishing import Finishing
+from megatron_ft.worker.nonfinite import NonFinite
+from megatron_ft.worker.orders import Needs, Reduce
 from megatron_ft.worker.progress_counters import ProgressCounters
-from megatron_ft.worker.rank_executor import Needs, RankExecutor
+from megatron_ft.worker.rank import Rank
+from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.rank_state import RankState
+from megatron_ft.worker.reducing import Reducing
 from tests.fakes.network import Member, Network
 
 VIEW = View(epoch=0, live=(0, 1), reason="the run starts", step=0, plan_origin=PlanOrigin((0, 1)))
@@ -33,62 +37,77 @@ CONFIG = RunConfig(groups=2, fault_tolerance=FaultToleranceConfig(rejoin=RejoinC
 
 
 @pytest.fixture
-def rank(tmp_path, monkeypatch):
+def executor(tmp_path, monkeypatch):
     """A rank in step 3 whose communicator stands; it has one member."""
     monkeypatch.setattr(ProgressCounters, "from_env", MagicMock)
     env = MagicMock(group=0, position=0, incarnation=0, run_dir=tmp_path, config=CONFIG)
-    rank = RankExecutor(env, MagicMock(), History(tmp_path))
-    rank.engine, rank.guard, rank.batches = MagicMock(), MagicMock(), MagicMock()
-    rank.batches.due.return_value = False
-    rank.link.outer, rank.link.view = GlooCommunicator(None, 0, [0], 0, 60.0), VIEW
-    begin(rank, 3)
-    yield rank
-    rank._prefetcher.close()
+    executor = RankExecutor(Rank(env, MagicMock()))
+    executor.rank.link.outer, executor.rank.link.view = GlooCommunicator(None, 0, [0], 0, 60.0), VIEW
+    engine = MagicMock()
+    del engine.flush
+    use(executor, engine)
+    yield executor
+    executor.prefetcher.close()
 
 
-def begin(rank: RankExecutor, step: int) -> None:
-    rank.begin(step, MagicMock(), lambda: Needs((), (), ()))
+def use(executor: RankExecutor, engine: Engine) -> None:
+    """Begin step 3 with that engine; nothing is compared with other groups."""
+    rank = executor.rank
+    guard = MagicMock(nonfinite=NonFinite("skip", rank.group, rank.history, rank.agreement))
+    computing = Computing(rank, engine, executor.prefetcher, executor.registered, guard)
+    state = RankState(computing, executor.registered, guard)
+    computing.batches, computing.unchecked = MagicMock(), False
+    computing.batches.due.return_value = False
+    executor.engine, executor.guard, executor.computing, executor.state = engine, guard, computing, state
+    executor.reducing = Reducing(computing, state, guard)
+    executor.finishing = Finishing(computing, state, guard, None)
+    begin(executor, 3)
 
 
-def test_an_epoch_that_ends_in_order_ends_for_a_rank_that_comes_to_its_step_later(rank):
+def begin(executor: RankExecutor, step: int) -> None:
+    executor.computing.begin(step, MagicMock(), lambda: Needs((), (), ()))
+
+
+def test_an_epoch_that_ends_in_order_ends_for_a_rank_that_comes_to_its_step_later(executor):
     """A follower has heard of it in the step before; its leader, which has not, lets the follower reduce the next
     one."""
-    rank.on_signal(EpochAborted(0, "group 1 leaves", after=3))
-    rank.link.outer.all_reduce(torch.ones(1)).wait()
-    begin(rank, 4)
+    executor.on_signal(EpochAborted(0, "group 1 leaves", after=3))
+    executor.rank.link.outer.all_reduce(torch.ones(1)).wait()
+    begin(executor, 4)
     with pytest.raises(Left):
-        rank.link.outer.all_reduce(torch.ones(1))
+        executor.rank.link.outer.all_reduce(torch.ones(1))
 
 
-def test_a_death_ends_the_epoch_at_once_and_cuts_the_connections(rank):
-    rank.on_signal(EpochAborted(0, "group 1 leaves", after=3))
-    rank.on_signal(GroupFailed(1, "group 1 died"))
-    assert rank.link.outer._over.aborted
+def test_a_death_ends_the_epoch_at_once_and_cuts_the_connections(executor):
+    executor.on_signal(EpochAborted(0, "group 1 leaves", after=3))
+    executor.on_signal(GroupFailed(1, "group 1 died"))
+    assert executor.rank.link.outer._over.aborted
     with pytest.raises(Broken, match="aborted"):
-        rank.link.outer.all_reduce(torch.ones(1))
+        executor.rank.link.outer.all_reduce(torch.ones(1))
 
 
-def test_news_of_another_epoch_end_nothing(rank):
-    rank.on_signal(EpochAborted(1, "a connection failed"))
-    begin(rank, 4)
-    rank.link.outer.all_reduce(torch.ones(1)).wait()
+def test_news_of_another_epoch_end_nothing(executor):
+    executor.on_signal(EpochAborted(1, "a connection failed"))
+    begin(executor, 4)
+    executor.rank.link.outer.all_reduce(torch.ones(1)).wait()
 
 
-def test_a_rank_without_an_engine_ignores_a_question_about_its_state(rank):
+def test_a_rank_without_an_engine_ignores_a_question_about_its_state(executor):
     """The notice log holds questions that were asked of an earlier start of the group."""
-    rank.publish_checksums(signals.ChecksumsRequested(3, (rank.group,)))
-    rank.agreement.put.assert_not_called()
+    del executor.guard
+    executor.publish_checksums(signals.ChecksumsRequested(3, (executor.rank.group,)))
+    executor.rank.agreement.put.assert_not_called()
 
 
 @pytest.mark.parametrize(("norm", "named"), [(float("nan"), [3]), (1.0, [])])
-def test_a_group_whose_step_the_others_have_committed_is_named_for_its_gradient(rank, norm, named):
+def test_a_group_whose_step_the_others_have_committed_is_named_for_its_gradient(executor, norm, named):
     """Chaos seed 116: it takes their state, which clears the gradient that shows whose it was, and then ends the step."""
-    rank.engine.local_finite.side_effect = lambda: rank.engine.begin_step.call_count > 1
+    executor.engine.local_finite.side_effect = lambda: executor.engine.begin_step.call_count > 1
     result = StepResult(step=3, loss=1.0, microbatches=2, gradient_norm=norm)
-    rank._load_state({"engine": {}, "carried": {}, "hyperparameters": None, "result": result.to_json()})
-    assert rank.result.step == 3
-    rank.end_step(0)
-    lines = [line for line in history.read(rank._env.run_dir) if line["event"] == "nonfinite"]
+    executor.state.load({"engine": {}, "carried": {}, "hyperparameters": None, "result": result.to_json()})
+    assert executor.state.result.step == 3
+    executor.finishing.end_step(0)
+    lines = [line for line in history.read(executor.rank.env.run_dir) if line["event"] == "nonfinite"]
     assert [line["step"] for line in lines] == named
 
 
@@ -108,23 +127,22 @@ class Cut(Member):
 
 
 @pytest.fixture
-def engine(rank):
+def engine(executor):
     """The engine of the rank, with one bucket."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    rank.engine = TorchNativeEngine(
+    made = TorchNativeEngine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).square().mean()
     )
-    assert rank.engine.num_buckets == 1
-    rank._reduction, rank._unchecked = Reduction(rank.engine, rank.points), False
-    begin(rank, 3)
-    return rank.engine
+    assert made.num_buckets == 1
+    use(executor, made)
+    return made
 
 
-def connect(rank: RankExecutor, kind: type[Member] = Member) -> Member:
+def connect(executor: RankExecutor, kind: type[Member] = Member) -> Member:
     """Begin another epoch of groups 0 and 1. Return the end of group 1."""
     network = Network((0, 1))
-    rank.link.outer = kind(network, 0)
+    executor.rank.link.outer = kind(network, 0)
     return Member(network, 1)
 
 
@@ -136,45 +154,45 @@ def gradient(engine: TorchNativeEngine, part: int) -> torch.Tensor:
     return engine.local(0).clone()
 
 
-def summed(rank: RankExecutor, parts: tuple[int, ...] = ()) -> torch.Tensor:
+def summed(executor: RankExecutor, parts: tuple[int, ...] = ()) -> torch.Tensor:
     """Reduce the bucket in another epoch. Return the part of the sum that is not of group 1."""
-    connect(rank).all_reduce(torch.full_like(rank.engine.local(0), PEER))
+    connect(executor).all_reduce(torch.full_like(executor.engine.local(0), PEER))
     done = []
-    rank.reduce(Reduce(3, [0], parts, done=done.append))
+    executor.reducing.reduce(Reduce(3, [0], parts, done=done.append))
     assert done == [0]
-    return rank.engine.reduced(0) - PEER
+    return executor.engine.reduced(0) - PEER
 
 
-def test_a_standby_part_is_contributed_once_in_each_attempt_however_often_its_reduction_is_repeated(rank, engine):
+def test_a_standby_part_is_contributed_once_in_each_attempt_however_often_its_reduction_is_repeated(executor, engine):
     alone = gradient(engine, OWN)
     assert alone.any()
     for _ in range(2):
-        rank._clear()
+        executor.computing.clear()
         assert not gradient(engine, 1).any()
         for _ in range(2):
-            connect(rank)
-            rank.link.outer.refuses = 1
+            connect(executor)
+            executor.rank.link.outer.refuses = 1
             with pytest.raises(Broken):
-                rank.reduce(Reduce(3, [0], (1,)))
-            rank.close_epoch()
-        torch.testing.assert_close(summed(rank, parts=(1,)), alone)
+                executor.reducing.reduce(Reduce(3, [0], (1,)))
+            executor.close_epoch()
+        torch.testing.assert_close(summed(executor, parts=(1,)), alone)
 
 
-def test_a_reduction_that_was_started_in_an_epoch_is_started_anew_in_the_next(rank, engine):
+def test_a_reduction_that_was_started_in_an_epoch_is_started_anew_in_the_next(executor, engine):
     """Within the backward pass; the communicator with which it was started is closed."""
     alone = gradient(engine, OWN)
-    connect(rank)
-    rank.ahead(3, [0], ())(0)
-    rank.close_epoch()
-    torch.testing.assert_close(summed(rank), alone)
+    connect(executor)
+    executor.reducing.ahead(3, [0], ())(0)
+    executor.close_epoch()
+    torch.testing.assert_close(summed(executor), alone)
 
 
-def test_late_data_of_a_bucket_whose_transfer_broke_changes_nothing(rank, engine):
-    connect(rank, Cut)
-    rank.link.view = View(1, (0, 1), "a connection broke", step=3, final={0: 1}, missing={0: (0,)})
+def test_late_data_of_a_bucket_whose_transfer_broke_changes_nothing(executor, engine):
+    connect(executor, Cut)
+    executor.rank.link.view = View(1, (0, 1), "a connection broke", step=3, final={0: 1}, missing={0: (0,)})
     late = engine.reduced(0)
     with pytest.raises(Broken):
-        rank.transfer()
+        executor.reducing.transfer()
     late.fill_(77.0)
     assert not engine.reduced(0).any()
 
@@ -191,12 +209,12 @@ def test_late_data_of_a_bucket_whose_transfer_broke_changes_nothing(rank, engine
         (EpochAborted(1, "a connection failed"), None),
     ],
 )
-def test_a_verdict_that_comes_before_its_communicator_stands_ends_the_waits_in_it(rank, verdict, error):
-    outer, rank.link.outer = rank.link.outer, None
-    rank.link.connector = MagicMock()
-    rank.link.connector.connect.return_value = outer
-    rank.on_signal(verdict)
-    assert rank.connect(VIEW, 3, lambda: False)
+def test_a_verdict_that_comes_before_its_communicator_stands_ends_the_waits_in_it(executor, verdict, error):
+    outer, executor.rank.link.outer = executor.rank.link.outer, None
+    executor.rank.link.connector = MagicMock()
+    executor.rank.link.connector.connect.return_value = outer
+    executor.on_signal(verdict)
+    assert executor.connect(VIEW, 3, lambda: False)
     assert outer.aborted == (error is Broken)
     if error is None:
         outer.all_reduce(torch.ones(1)).wait()
@@ -206,29 +224,31 @@ def test_a_verdict_that_comes_before_its_communicator_stands_ends_the_waits_in_i
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_rank_that_is_lost_ends_the_waits_of_its_group_even_before_the_ranks_have_met(rank, early):
+def test_a_rank_that_is_lost_ends_the_waits_of_its_group_even_before_the_ranks_have_met(executor, early):
     inner = IntraGroup(GlooCommunicator(None, 0, [0], 0, 60.0), 0)
-    calls = [lambda: rank.join(inner), lambda: rank.lose("rank 1 of group 0 died")]
+    calls = [lambda: executor.rank.join(inner), lambda: executor.rank.lose("rank 1 of group 0 died")]
     for call in reversed(calls) if early else calls:
         call()
     with pytest.raises(Lost):
         inner.sum(torch.ones(1))
-    assert rank.link.outer.aborted, "and its waits for other groups"
+    assert executor.rank.link.outer.aborted, "and its waits for other groups"
 
 
-def test_a_rank_that_is_lost_while_the_ranks_of_its_pipeline_connect_ends_the_waits_for_them(rank, engine, monkeypatch):
+def test_a_rank_that_is_lost_while_the_ranks_of_its_pipeline_connect_ends_the_waits_for_them(
+    executor, engine, monkeypatch
+):
     end, other = socket.socketpair()
     engine.flush, engine.peers = MagicMock(), (1,)
 
     def build(*_: object) -> P2PChannels:
         lines = P2PChannels({1: end})
-        rank.lose("rank 1 of group 0 died")
+        executor.rank.lose("rank 1 of group 0 died")
         return lines
 
     monkeypatch.setattr(P2PChannels, "build", build)
-    rank.attach(engine)
+    executor.attach(engine)
     other.setblocking(False)
     with end, other:
         assert other.recv(1) == b"", "the other rank does not wait for this one either"
         with pytest.raises(Lost):
-            rank._lines.receive_words(1)
+            executor.rank.lines.receive_words(1)

@@ -116,12 +116,12 @@ def test_a_rank_that_follows_has_the_very_bits(trainers, count):
         donor.train(6)
     assert follower.await_state(never)
     follower.take_state()
-    assert follower.stands == 4
-    while follower.stands < 7:
+    assert follower.held.step == 4
+    while follower.held.step < 7:
         assert follower.await_step(never)
         follower.make_step()
     assert all(donor.step == 8 for donor in donors)
-    assert follower.result.step == 6 and follower.carried == {"speeds": 7}
+    assert follower.held.result.step == 6 and follower.held.carried == {"speeds": 7}
     at_7 = follow_alone(7)
     assert new.fingerprint() == at_7.fingerprint()
     assert str(new.optimizer.state_dict()) == str(at_7.optimizer.state_dict())
@@ -149,7 +149,7 @@ def test_what_is_sent_late_is_the_state_of_its_boundary(trainers, monkeypatch):
     sends.set()
     assert follower.await_state(never)
     follower.take_state()
-    while follower.stands < 6:
+    while follower.held.step < 6:
         assert follower.await_step(never)
         follower.make_step()
     assert new.fingerprint() == follow_alone(6).fingerprint()
@@ -180,8 +180,8 @@ def test_a_rank_that_follows_makes_each_step_with_the_hyperparameters_of_the_don
         donor.train()
     assert follower.await_state(never)
     follower.take_state()
-    while follower.stands < 7:
-        assert str(whole(new)) == states[follower.stands], (
+    while follower.held.step < 7:
+        assert str(whole(new)) == states[follower.held.step], (
             "as the donor has begun the step, with what its script has set"
         )
         assert follower.await_step(never)
@@ -233,7 +233,7 @@ def test_a_donor_that_has_sent_all_and_then_went_is_not_missed_before_the_next_s
     follower.take_state()
     assert follower.await_step(never)
     follower.make_step()
-    assert follower.stands == 4
+    assert follower.held.step == 4
     with pytest.raises(Gone, match="group 0"):
         follower.await_step(never)
     follower.close()
@@ -331,10 +331,11 @@ def following(store: Store, epoch: int = 0) -> joiner.RejoinClient:
     env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
     own = engine(1)
     guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
-    quiet = {"points": MagicMock(), "progress": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
-    quiet["registered"] = Registered(BatchSchedule(1))
-    rank = SimpleNamespace(engine=own, inner=None, lost_because="", **quiet)
-    return joiner.RejoinClient(rank, env, store)
+    quiet = {"points": MagicMock(), "progress": MagicMock()}
+    rank = SimpleNamespace(env=env, agreement=store, inner=None, lost_because="", **quiet)
+    guard.states = StateCheck(own, 0)
+    executor = SimpleNamespace(rank=rank, engine=own, guard=guard, registered=Registered(BatchSchedule(1)))
+    return joiner.RejoinClient(executor)
 
 
 def test_the_state_of_the_first_step_is_asked_for_that_no_donor_has_begun(trainers):
@@ -343,7 +344,7 @@ def test_the_state_of_the_first_step_is_asked_for_that_no_donor_has_begun(traine
     follower = following(Store([trainer.place for trainer in donors]))
     for margin in (0, 4):
         assert follower.begin([(0, 0), (1, 0)], margin, epoch=7) == joiner.DONE
-        assert follower._receiver.at == 3 + margin
+        assert follower.receiver.at == 3 + margin
     follower.end()
     donors[1].donor.close()
     assert follower.begin([(0, 0), (1, 0)], 0, epoch=7) == joiner.ASTRAY and follower.astray
@@ -407,11 +408,11 @@ def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers,
     donors = trainers(min(3, sum(group < 3 for group in live)))
     flip_a_bit(donors[1].engine)
     follower = follow_in_view(donors, live)
-    before = follower._rank.engine.fingerprint()
+    before = follower._executor.engine.fingerprint()
     assert follower.take_state() == joiner.ASTRAY
     assert "differ at the beginning of step 3" in follower.astray and follower.stands == -1
-    assert follower._rank.engine.fingerprint() == before
-    guard = follower._rank.guard
+    assert follower._executor.engine.fingerprint() == before
+    guard = follower._executor.guard
     assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
     ((event,), line) = guard._history.note.call_args
     assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["GroupFailed"])
@@ -427,13 +428,13 @@ def test_donors_of_different_epochs_are_not_accused(trainers):
     donors[1].donor._epoch = lambda: 6
     follower = follow_in_view(donors, (0, 1, 2))
     assert follower.take_state() == joiner.ASTRAY and "differ" in follower.astray
-    assert not follower._rank.guard._history.note.called and not follower.distrusted
+    assert not follower._executor.guard._history.note.called and not follower.distrusted
     follower.end()
 
 
 def test_a_state_that_was_put_in_place_has_to_equal_that_of_the_donors(trainers):
     follower = follow_in_view(trainers(2), live=(0, 1))
-    own = follower._rank.engine
+    own = follower._executor.engine
     load = own.load_state
     own.load_state = lambda state: (load(state), flip_a_bit(own))
     with pytest.raises(StartOver, match="is not that of its donors"):

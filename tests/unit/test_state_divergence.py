@@ -318,7 +318,7 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
         env.config.ranks_per_group = 1
         guards.append(StateGuard(env, MagicMock(), check, MagicMock(), agreement, MagicMock()))
     engines[1].model[0].bias.data[2] += 1
-    states = {group: guard._states.whole(7) for group, guard in enumerate(guards)}
+    states = {group: guard.states.whole(7) for group, guard in enumerate(guards)}
     guards[0].accuse("at the end", 7, View(0, (0, 1), "the run starts"), states)
     ((_, line),) = guards[0]._history.note.call_args_list
     assert (line["what"], line["tensors"], line["position"]) == (["parameter 0.bias"], 1, 0)

@@ -115,7 +115,7 @@ class CheckpointCoordinator:
     def _too_late(self, order: Saves) -> None:
         """End the epoch: the others stand at that boundary without this group, and have to go on with the step."""
         why = f"it did not hear in time that all were to stop after step {order.at - 1}"
-        self._rank.saving.tell(signals.EpochAborted(order.epoch, why, order.at - 1, self._rank.group))
+        self._executor.local.saving.tell(signals.EpochAborted(order.epoch, why, order.at - 1, self._rank.group))
 
     def begin(self, view: View, origin: restore.Origin | None) -> None:
         """Begin with this group's seat; ``origin``: the checkpoint from which the run goes on."""
@@ -159,7 +159,7 @@ class CheckpointCoordinator:
             return now + _POLL_S
         if self._rank.group != min(state.view.live) or state.finished:
             return _NEVER
-        if not state.synced or state.following or self._rank.guard.awaits_view(state.view):
+        if not state.synced or state.following or self._executor.local.guard.awaits_view(state.view):
             return 0.0
         due = self._last + self._rhythm.wait_s(now - self._began, step_s)
         stops = bool(self._told) and checkpoint_protocol.stopping(self._told, state.view)
@@ -184,14 +184,14 @@ class CheckpointCoordinator:
         elif attempt is not None:
             self._history.write()  # no checkpoint may have a step that the record lacks
             job = self._rhythm.to_json(time.monotonic() - self._began, planned=order.last)
-            result, identity = given(self._rank.result), self._rank.identities.agreed
+            result, identity = given(self._executor.local.state.result), self._executor.local.identities.agreed
             speeds = codec.encode(state.speeds)
             attempt.meta = restore.meta(self._config, state.job.steps, result, speeds, job, identity)
         if self._rank.group in order.voices:
             if not why:
                 self._executor.carry_out(orders.Save(order))
             elif order.epoch >= self._since:
-                self._rank.saving.decline(order, why, late=order.at < state.step)
+                self._executor.local.saving.decline(order, why, late=order.at < state.step)
         if order.last and not why:
             self._stop(order, state, attempt is not None)
         elif order.last and order.epoch == state.view.epoch:
@@ -223,10 +223,10 @@ class CheckpointCoordinator:
             return
         attempt, self._attempt = given(self._attempt), None
         order, self._saved_step, self._avoid = attempt.order, attempt.order.at, set()
-        self._rhythm = self._rhythm.saved(self._rank.saving.cost_s, done.took_s)
+        self._rhythm = self._rhythm.saved(self._executor.local.saving.cost_s, done.took_s)
         made = {"step": order.at, **done.value, "parts": len(order.writers), "writers": list(order.writers)}
         self._history.note(
-            "checkpoint", seconds=round(done.took_s, 6), blocked_s=round(self._rank.saving.cost_s, 6), **made
+            "checkpoint", seconds=round(done.took_s, 6), blocked_s=round(self._executor.local.saving.cost_s, 6), **made
         )
         self._log_beside(f"step {order.at} is saved in {made['path']}")
 
@@ -239,7 +239,7 @@ class CheckpointCoordinator:
             self._order = None
         if attempt.states:
             when = f"at the beginning of step {attempt.order.at}"
-            self._rank.guard.accuse(when, attempt.order.at, attempt.view, attempt.states)
+            self._executor.local.guard.accuse(when, attempt.order.at, attempt.view, attempt.states)
             self._asks_all = attempt.states.keys() != set(attempt.view.live)
         self._history.note("checkpoint_failed", step=attempt.order.at, reason=why)
         self._log_beside(f"step {attempt.order.at} is not saved: {why}")
@@ -255,7 +255,7 @@ class CheckpointCoordinator:
         """As the lowest group, after all steps: save, unless it is done. Return True if nothing is left to wait for."""
         if not self.on or self._saved_step == state.step or self._tries_at_end > _TRIES_AT_END:
             return True
-        if self._attempt is None and not self._rank.guard.awaits_view(state.view):
+        if self._attempt is None and not self._executor.local.guard.awaits_view(state.view):
             self._tries_at_end += 1
             if self._tries_at_end <= _TRIES_AT_END:
                 self._ask(state, state.step)

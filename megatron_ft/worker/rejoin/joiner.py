@@ -18,22 +18,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle import last_state
 from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.engines.hyperparameters import Values
-from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import RunStopped, StartOver, StoreError, WipedOut
 from megatron_ft.types import GroupId, View, given
 from megatron_ft.utils.vital_thread import VitalThread
 from megatron_ft.worker import orders
-from megatron_ft.worker.rejoin.state_receiver import Gone, Peer, StateReceiver, look_up
+from megatron_ft.worker.rejoin.state_receiver import Gone, Held, Peer, StateReceiver, look_up
 
 if TYPE_CHECKING:
     from megatron_ft.worker.group_executor import GroupExecutor
@@ -57,32 +53,21 @@ def address_key(group: int, position: int) -> str:
     return f"donor/{group}/{position}"
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a rank holds beside the state in its engine: that state is the one that ``step`` starts from. ``result`` is that
-    of the step before, None if the donors had not made it themselves."""
-
-    step: int
-    result: StepResult | None
-    carried: Mapping[str, Any]
-    hyperparameters: Values | None
-    registered: Mapping[str, Any]
-
-
 class RejoinClient:
     """One rank's part.
 
-    ``astray`` is the reason why the last attempt is over. ``view`` is the newest view since it began: a thread looks
-    for it, because the training thread may be in a step, and the others wait for this rank's connections. ``donors``:
-    the incarnation of each. ``received``: when the model state was put in place (monotonic clock). ``distrusted``:
-    donors, (group, incarnation), whose state was not that of most. ``makes``: the step that is being made now as the donors
-    have made it; else None. ``held``: the state that the engine has, also after the attempt in which it came; None before
-    the first, and once it may be of two versions of a step. ``failed``: group -> its newest start that is
-    known to be lost."""
+    ``receiver``: of the present attempt, None without one. ``astray`` is the reason why the last attempt is over. ``view``
+    is the newest view since it began: a thread looks for it, because the training thread may be in a step, and the others
+    wait for this rank's connections. ``donors``: the incarnation of each. ``received``: when the model state was put in
+    place (monotonic clock). ``distrusted``: donors, (group, incarnation), whose state was not that of most. ``makes``: the
+    step that is being made now as the donors have made it; else None. ``held``: the state that the engine has, also after
+    the attempt in which it came; None before the first, and once it may be of two versions of a step. ``failed``: group ->
+    its newest start that is known to be lost."""
 
-    def __init__(self, rank: RankExecutor, env: RankEnvironment, agreement: CoordinationClient) -> None:
-        self.env, self.agreement, self._rank = env, agreement, rank
-        self._receiver: StateReceiver | None = None
+    def __init__(self, executor: RankExecutor) -> None:
+        self.env, self.agreement = executor.rank.env, executor.rank.agreement
+        self._executor, self._rank = executor, executor.rank
+        self.receiver: StateReceiver | None = None
         self.donors: Mapping[int, int] = {}
         self.distrusted: set[tuple[int, int]] = set()
         self.astray = ""
@@ -96,31 +81,7 @@ class RejoinClient:
     @property
     def stands(self) -> int:
         """The step whose state the engine has; -1: none."""
-        return -1 if self._receiver is None else self._receiver.stands
-
-    @property
-    def ready(self) -> bool:
-        """True if the next step has come."""
-        return self._receiver is not None and self._receiver.ready()
-
-    @property
-    def broken(self) -> str:
-        """The reason why nothing more will come of a donor; empty while all are well."""
-        return given(self._receiver).broken
-
-    @property
-    def carried(self) -> Mapping[str, Any]:
-        return given(self._receiver).carried
-
-    @property
-    def hyperparameters(self) -> Values | None:
-        """Those with which the donors have begun step ``stands``."""
-        return None if self._receiver is None else self._receiver.hyperparameters
-
-    @property
-    def result(self) -> StepResult | None:
-        """The result of the last step, if one was made."""
-        return given(self._receiver).result
+        return -1 if self.receiver is None else self.receiver.held.step
 
     def begin(self, donors: Sequence[tuple[int, int]], margin: int, epoch: int) -> int:
         """Connect to donors, (group, incarnation), in that epoch, and ask for the state of the soonest step that no donor
@@ -136,7 +97,7 @@ class RejoinClient:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
             patience_s = env.config.fault_tolerance.detector.longest_collective_s
-            guest = self._receiver = StateReceiver(self._rank.engine, env.key, env.position, who, found, patience_s)
+            guest = self.receiver = StateReceiver(self._executor.engine, env.key, env.position, who, found, patience_s)
         except Gone as gone:
             guest, self.astray = None, str(gone)
         at = -self._together(_NEVER if guest is None else -guest.soonest) + margin
@@ -155,12 +116,12 @@ class RejoinClient:
         """Thread: look until there is a seat, or another attempt."""
         try:
             # no limit: a thread beside one attempt to come back, and ends with that
-            while guest is self._receiver:
+            while guest is self.receiver:
                 view = agreement.view(epoch + 1)
                 if view is None:
                     time.sleep(_POLL_S)
                     continue
-                if guest is not self._receiver:
+                if guest is not self.receiver:
                     return
                 epoch = view.epoch
                 self.see(view)
@@ -189,8 +150,8 @@ class RejoinClient:
         return answer
 
     def _check_state(self, step: int) -> None:
-        guard = self._rank.guard
-        if {self._rank.states.whole(step)} != set(given(self._receiver).checksums.values()):
+        guard = self._executor.guard
+        if {guard.states.whole(step)} != set(given(self.receiver).checksums.values()):
             donor, incarnation = min(self.donors.items())
             named = guard.differs_from(step, donor, incarnation)
             raise StartOver(
@@ -211,7 +172,7 @@ class RejoinClient:
         if epoch is not None and not others:  # else one may be out already, and the others have redone a step
             view = self.agreement.look_at_view(epoch)
             if view is not None and view.epoch == epoch:
-                accused = self._rank.guard.accuse(when, guest.at, view, states)
+                accused = self._executor.guard.accuse(when, guest.at, view, states)
                 self.distrusted.update((group, self.donors[group]) for group in accused)
         raise Gone(f"the states of groups {groups} differ {when}")
 
@@ -230,8 +191,8 @@ class RejoinClient:
 
     def await_rest(self) -> None:
         """Wait for what lost donors have sent and has not been read yet."""
-        if self._receiver is not None:
-            self._receiver.await_rest(self.env.config.fault_tolerance.detector.heartbeat_timeout_s)
+        if self.receiver is not None:
+            self.receiver.await_rest(self.env.config.fault_tolerance.detector.heartbeat_timeout_s)
 
     def make_step(self, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Wait for the next step; all ranks make it, or none."""
@@ -242,17 +203,17 @@ class RejoinClient:
 
     def _hold(self) -> None:
         """Note that the engine has a complete state now, and that the run may have none but this."""
-        guest = given(self._receiver)
+        guest = given(self.receiver)
         if not guest.one_version:
             self.held = None
             return
-        self.held = Held(guest.stands, guest.result, guest.carried, guest.hyperparameters, guest.registered)
+        self.held = guest.held
         self._rank.progress.take_state()
-        if self.env.position == 0 and (line := guest.carried.get("line")):
+        if self.env.position == 0 and (line := guest.held.carried.get("line")):
             self._rank.history.record("step", later=True, **line)  # written only if this group becomes the writer
 
     def _make(self, guest: StateReceiver) -> None:
-        self.makes = guest.stands  # hooks of the script may ask for it
+        self.makes = guest.held.step  # hooks of the script may ask for it
         try:
             guest.make_step()
         finally:
@@ -262,15 +223,15 @@ class RejoinClient:
         self, wait: Callable[..., bool], act: Callable[[StateReceiver], None], interrupted: Callable[[], bool]
     ) -> int:
         try:
-            there = wait(self._receiver, lambda: interrupted() or bool(self._rank.lost_because))
+            there = wait(self.receiver, lambda: interrupted() or bool(self._rank.lost_because))
             answer = DONE if there else INTERRUPTED
         except Gone as gone:
-            self.astray, answer = str(gone), LATE if given(self._receiver).late else ASTRAY
+            self.astray, answer = str(gone), LATE if given(self.receiver).late else ASTRAY
         answer = self._together(answer)
         if answer == DONE:
             self._rank.progress.enter("working")
-            act(given(self._receiver))
-            self._rank.registered.load(given(self._receiver).registered)
+            act(given(self.receiver))
+            self._executor.registered.load(given(self.receiver).held.registered)
             self._rank.progress.advance()
             self._rank.progress.enter("waiting")
         return answer
@@ -283,7 +244,7 @@ class RejoinClient:
         if not isinstance(verdict, GroupFailed):
             return
         self.failed[verdict.group] = max(verdict.incarnation, self.failed.get(verdict.group, -1))
-        guest = self._receiver
+        guest = self.receiver
         if guest is None:
             return
         if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
@@ -291,14 +252,14 @@ class RejoinClient:
 
     def see(self, view: View) -> None:
         """Give up a donor that is not in ``view``: it may be on a host that is cut off. Callable from any thread."""
-        guest = self._receiver
+        guest = self.receiver
         for group, incarnation in self.donors.items():
             if guest is not None and not view.seats(group, incarnation):
                 guest.give_up(group, f"group {group}: view {view.epoch} has gone on without it")
 
     def end(self) -> None:
         """Disconnect: this rank does not need its donors any more."""
-        guest, self._receiver = self._receiver, None
+        guest, self.receiver = self.receiver, None
         if guest is not None:
             self.bytes += guest.received
             guest.close()
@@ -388,7 +349,7 @@ class RejoinCoordinator:
             if self._late:
                 self._margin = min(max(1, 2 * self._margin), _MARGIN[1])
             return None
-        asked = False
+        asked, guest = False, given(self._following.receiver)
         # no limit: a donor that is lost or sends nothing for detector.collective_timeout_s ends the attempt
         while True:
             self._poll()
@@ -399,17 +360,16 @@ class RejoinCoordinator:
                 return self._over(asked, f"view {view.epoch} stands, and the one with its seat was missed")
             if view is not None and not all(view.seats(*name) for name in names):
                 return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
-            if self._following.ready:
+            if guest.ready():
                 if self._executor.carry_out(orders.MakeStep()) != DONE:
                     return self._over(asked, self._following.astray)
             elif not asked:
                 asked = True
-                stands = self._following.stands
                 self._agreement.announce(
-                    signals.JoinRequested(self._env.group, self._env.incarnation, tuple(names), stands)
+                    signals.JoinRequested(self._env.group, self._env.incarnation, tuple(names), guest.held.step)
                 )
-            elif self._following.broken:
-                return self._over(asked, self._following.broken)
+            elif guest.broken:
+                return self._over(asked, guest.broken)
             else:
                 self._look_for_end()
                 time.sleep(_POLL_S)

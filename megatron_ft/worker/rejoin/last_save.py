@@ -22,10 +22,12 @@ from megatron_ft.core.lifecycle import last_state
 from megatron_ft.core.lifecycle.checkpoint_protocol import CheckpointSchedule
 from megatron_ft.core.lifecycle.last_state import Part
 from megatron_ft.errors import CheckpointError, StoreError
+from megatron_ft.types import given
 from megatron_ft.utils import directory_lock
 from megatron_ft.worker import orders
 from megatron_ft.worker.group_executor import GroupExecutor
-from megatron_ft.worker.rejoin.joiner import DONE, Held
+from megatron_ft.worker.rejoin.joiner import DONE
+from megatron_ft.worker.rejoin.state_receiver import Held
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +57,10 @@ class LastSave:
 
     def _newest(self) -> Held | None:
         """Make the last steps that the donors have sent, and return what the group holds then."""
-        following = self._rank.following
+        following = self._executor.local.following
         if following.held is not None and following.stands == following.held.step:
             self._executor.carry_out(orders.AwaitRest())
-            while following.ready and self._executor.carry_out(orders.MakeStep()) == DONE:
+            while given(following.receiver).ready() and self._executor.carry_out(orders.MakeStep()) == DONE:
                 continue
         return following.held
 
@@ -102,7 +104,7 @@ class LastSave:
         if held.result is None:
             raise CheckpointError(f"its donors did not know the result of step {held.step - 1}")
         job = CheckpointSchedule().to_json(time.monotonic() - self._began, planned=False)
-        identity = self._rank.identities.agreed
+        identity = self._executor.local.identities.agreed
         with suppress(StoreError):
-            identity = self._rank.identities.of_run()
+            identity = self._executor.local.identities.of_run()
         return restore.meta(self._env.config, self._steps, held.result, held.carried["speeds"], job, identity)

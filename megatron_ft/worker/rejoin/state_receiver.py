@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,20 @@ def look_up(donor: Peer, key: Key, position: int, who: str) -> tuple[Peer, socke
     return None
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds beside the state in its engine: that state is the one that ``step`` starts from (-1: none).
+    ``result`` is that of the step before, None if the donors had not made it themselves; ``carried``: what their leader
+    sends with it; ``hyperparameters``: those with which the donors have begun ``step``; ``registered``: the state of the
+    script's objects."""
+
+    step: int = -1
+    result: StepResult | None = None
+    carried: Mapping[str, Any] = field(default_factory=dict)
+    hyperparameters: Values | None = None
+    registered: Mapping[str, Any] = field(default_factory=dict)
+
+
 class _Stream:
     """The data of one donor; its thread puts the gradients of each step into ``steps``."""
 
@@ -75,32 +90,21 @@ class _Stream:
 
 
 class StateReceiver:
-    """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
-    whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step that no donor had begun
-    when it answered; ``registered``: the state of the script's objects at ``stands``; ``late``: a donor had begun step
-    ``at`` before it was asked; ``patience_s``: seconds after which a donor that sends nothing is given up;
-    ``hyperparameters``: those with which the donors have begun step ``stands``; ``one_version``: each step was made of parts
-    that all donors had committed in one epoch. Else a part may be of a step that the others have made again.
+    """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``held`` what has been
+    put in place, ``received`` how many bytes have come; ``soonest``: the first step that no donor had begun when it
+    answered; ``late``: a donor had begun step ``at`` before it was asked; ``patience_s``: seconds after which a donor that
+    sends nothing is given up; ``one_version``: each step was made of parts that all donors had committed in one epoch. Else
+    a part may be of a step that the others have made again.
 
     Raises :class:`Gone`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        key: Key,
-        position: int,
-        who: str,
-        donors: Sequence[Peer],
-        patience_s: float = 1800.0,
+        self, engine: Engine, key: Key, position: int, who: str, donors: Sequence[Peer], patience_s: float = 1800.0
     ) -> None:
         self._engine, self._patience_s = engine, patience_s
-        self.stands = self.at = -1
+        self.at, self.held = -1, Held()
         self.received = self.soonest = 0
         self.late, self.one_version = False, True
-        self.carried: Mapping[str, Any] = {}
-        self.registered: Mapping[str, Any] = {}
-        self.hyperparameters: Values | None = None
-        self.result: StepResult | None = None
         self._changed = threading.Condition()
         self._tensors: list[torch.Tensor] = []
         self._skeleton: Any = None
@@ -211,10 +215,9 @@ class StateReceiver:
         """Load the received state into the engine."""
         self._engine.load_state(_filled(self._skeleton, self._tensors))
         self._tensors, self._skeleton = [], None
-        words, self.registered = given(self._streams[0].words), self._streams[0].registered
-        self.carried, self.hyperparameters = words["carried"], words["hyperparameters"]
-        self.result = None if words["result"] is None else StepResult.from_json(words["result"])
-        self.stands = self.at
+        words, registered = given(self._streams[0].words), self._streams[0].registered
+        result = None if words["result"] is None else StepResult.from_json(words["result"])
+        self.held = Held(self.at, result, words["carried"], words["hyperparameters"], registered)
 
     @property
     def checksums(self) -> dict[int, int]:
@@ -235,27 +238,25 @@ class StateReceiver:
     def ready(self) -> bool:
         """True if the next step has come, from all donors."""
         with self._changed:
-            return all(self.stands in stream.steps for stream in self._streams)
+            return all(self.held.step in stream.steps for stream in self._streams)
 
     def await_step(self, interrupted: Callable[[], bool]) -> bool:
         """Wait for the next step; False if ``interrupted`` became true first. Raises ``Gone``."""
-        return self._await(lambda stream: self.stands in stream.steps, interrupted)
+        return self._await(lambda stream: self.held.step in stream.steps, interrupted)
 
     def make_step(self) -> None:
         """Make the next step as the donors have made it, and take over what their scripts have set for the one after it."""
-        step, epochs = self.stands, set[int | None]()
+        step, epochs, objects = self.held.step, set[int | None](), self.held.registered
         for stream in self._streams:
             words, room, registered = stream.steps.pop(step)
             epochs.add(words["carried"].get("line", {}).get("epoch"))
-            self.registered = registered or self.registered
+            objects = registered or objects
             device_copies.fill(self._own_share(stream), room)
         self.one_version &= len(epochs) == 1
-        self.result = StepResult.from_json(words["result"])
-        self.carried = words["carried"]
-        self._engine.repeat(self.result, words["made"])
-        self.hyperparameters = words["hyperparameters"]
-        self._engine.hyperparameters.write(self.hyperparameters)
-        self.stands = step + 1
+        result = StepResult.from_json(words["result"])
+        self._engine.repeat(result, words["made"])
+        self._engine.hyperparameters.write(words["hyperparameters"])
+        self.held = Held(step + 1, result, words["carried"], words["hyperparameters"], objects)
 
     def _await(self, there: Callable[[_Stream], bool], interrupted: Callable[[], bool]) -> bool:
         with self._changed:
