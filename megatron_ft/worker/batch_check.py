@@ -14,42 +14,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.exactness import batches
 from megatron_ft.core.exactness.batches import Leaf, Pair, Sent
 from megatron_ft.data import batch_digest
 from megatron_ft.errors import StartOver, StoreError
 from megatron_ft.types import GroupId, Microbatch, Plan, View
-from megatron_ft.worker.state_guard import await_found
-from megatron_ft.worker.step_timer import TAG_BITS, Slots
+from megatron_ft.worker.rank import Rank
+from megatron_ft.worker.state_guard import StateGuard, await_found
+from megatron_ft.worker.step_timer import TAG_BITS
 
 _NAMING_S = 5.0
 """Seconds that a group waits for what the batches of two groups contain."""
 
 
 class BatchCheck:
-    """The comparison at one rank. Only the training thread calls its methods.
+    """The comparison at one rank; ``guard`` has the slots in which digests travel, and ends the run. ``load``: returns the
+    batch of a microbatch; None at a rank that loads none. Only the training thread calls its methods."""
 
-    Args:
-        env: this rank's.
-        slots: where digests travel.
-        load: returns the batch of a microbatch; None at a rank that loads none.
-        halt: ends the run with a reason.
-    """
-
-    def __init__(
-        self,
-        env: RankEnvironment,
-        slots: Slots,
-        agreement: CoordinationClient,
-        load: Callable[[Microbatch], Any] | None,
-        halt: Callable[[int, str], NoReturn],
-    ) -> None:
-        self._group, self._position, self._incarnation = env.group, env.position, env.incarnation
-        self._slots, self._agreement, self._load, self._halt = slots, agreement, load, halt
+    def __init__(self, rank: Rank, guard: StateGuard, load: Callable[[Microbatch], Any] | None) -> None:
+        self._group, self._position, self._incarnation = rank.group, rank.position, rank.env.incarnation
+        self._slots, self._halt, self._agreement, self._load = guard.slots, guard.halt, rank.agreement, load
         self._done: set[tuple[GroupId, int]] = set()  # groups and incarnations that have been found equal
         self._epoch = -1  # of a view all of whose groups have been
         # What this rank has loaded in this step of ``Sent.own`` and of ``Sent.other``; alone a group loads one twice.

@@ -28,30 +28,26 @@ from megatron_ft.worker.state_guard import StateGuard
 class Computing:
     """The job to compute microbatches.
 
-    ``step``: the present one. ``digests``: those of the gradients of its present attempt; ``earlier``: of the attempt
-    before, if that was computed wrongly. ``unchecked``: whether the gradient of a microbatch is still to be compared with
-    the slope of its loss.
+    ``joint``: the engine, if the group's ranks compute together. ``step``: the present one. ``digests``: those of the
+    gradients of its present attempt; ``earlier``: of the attempt before, if that was computed wrongly. ``unchecked``:
+    whether the gradient of a microbatch is still to be compared with the slope of its loss.
     """
 
     def __init__(
         self, rank: Rank, engine: Engine, prefetcher: Prefetcher, registered: Registered, guard: StateGuard
     ) -> None:
-        self.engine, self.joint = engine, hasattr(engine, "flush")
+        self.engine = engine
+        self.joint = cast(JointEngine, engine) if hasattr(engine, "flush") else None
         self.step = -1
         self.digests: dict[Microbatch, int] = {}
         self.earlier: Mapping[Microbatch, int] = {}
         self.unchecked = True
         self.rank, self._prefetcher, self._registered, self._guard = rank, prefetcher, registered, guard
         load = self.load if getattr(engine, "needs_samples", True) else None
-        self.batches = BatchCheck(rank.env, guard.slots, rank.agreement, load, guard.halt)
+        self.batches = BatchCheck(rank, guard, load)
         self._contributed: set[int] = set()  # standby parts of the present attempt
         audit = Audit.from_env()
         self._audited = -1 if audit is None else audit.digests  # the step of which all digests are recorded
-
-    @property
-    def _joint_engine(self) -> JointEngine:
-        assert self.joint
-        return cast(JointEngine, self.engine)
 
     def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
         """Begin a step."""
@@ -82,8 +78,8 @@ class Computing:
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Return those of ``microbatches`` that this rank loads."""
-        if self.joint:
-            return microbatches if self._joint_engine.needs_samples else ()
+        if self.joint is not None:
+            return microbatches if self.joint.needs_samples else ()
         return microbatches[self.rank.position :: self.rank.size]
 
     def flush(self, flush: Flush, ready: Callable[[], Ready | None]) -> None:
@@ -91,16 +87,16 @@ class Computing:
         each bucket that is complete before the last one is computed."""
         if self.unchecked and self._checks_by_flushes:
             self._check_by_flushes(flush.listed)
-        work = JointWork(self, flush, ready)
-        self.rank.inside(lambda: self._joint_engine.flush(given(self.rank.lines), work))
+        engine, work = given(self.joint), JointWork(self, flush, ready)
+        self.rank.inside(lambda: engine.flush(given(self.rank.lines), work))
 
     @property
     def _checks_by_flushes(self) -> bool:
-        return self.joint and self._joint_engine.checks_by_flushes
+        return self.joint is not None and self.joint.checks_by_flushes
 
     def _check_by_flushes(self, listed: Callable[[], Sequence[Listed]]) -> None:
         """Compare the gradient of the first microbatch with the slope of its loss."""
-        engine, work = self._joint_engine, FirstMicrobatch(self, listed)
+        engine, work = given(self.joint), FirstMicrobatch(self, listed)
         flush = partial(engine.flush, given(self.rank.lines), work)
         self.unchecked = not self.rank.inside(lambda: engine.check_by_flushes(flush, self._sizes()))
         for microbatch, batch in work.batches.items():

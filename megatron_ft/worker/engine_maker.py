@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megatron_ft.collectives.group_world import World
-from megatron_ft.collectives.intra_group import IntraGroup
 from megatron_ft.config import parallelism
-from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import AUTO
 from megatron_ft.engines import loss_scaling
 from megatron_ft.engines.layout import Layout
@@ -27,6 +25,7 @@ from megatron_ft.engines.port import Engine
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, EngineError
 from megatron_ft.types import given
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
@@ -37,19 +36,13 @@ class EngineMaker:
     """The methods are those of ``worker.session.Session`` with the same names, which describes their arguments.
 
     Args:
-        env: of this rank.
-        inner: returns what joins the ranks of the group; None: there is one rank.
+        rank: for which an engine is made.
         until_lost: context in which an error ends this rank as a lost rank of the group does.
     """
 
-    def __init__(
-        self,
-        env: RankEnvironment,
-        inner: Callable[[], IntraGroup | None],
-        until_lost: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._env, self._config = env, env.config
-        self._inner, self._until_lost = inner, until_lost
+    def __init__(self, rank: Rank, until_lost: Callable[[], AbstractContextManager[None]]) -> None:
+        env, self._rank, self._until_lost = rank.env, rank, until_lost
+        self._config = env.config
         self._world: World | None = None
         self._mesh: DeviceMesh | None = None
         sizes = {"stages": env.config.stages, "slices": env.config.slices, "shards": env.config.inner_shards}
@@ -75,7 +68,7 @@ class EngineMaker:
     def join_world(self, backend: str | None) -> None:
         if self._world is None:
             with self._until_lost():
-                self._world = World.join(self._env, self._inner(), backend)
+                self._world = World.join(self._rank.env, self._rank.inner, backend)
 
     def init_distributed(self, backend: str | None) -> None:
         self.join_world(backend)

@@ -30,10 +30,10 @@ Kind = TypeVar("Kind", bound=Order[Any])
 
 
 class GroupFollower:
-    """One following rank. ``step`` is the next one the script has to train."""
+    """One following rank. ``step`` is the next one the script has to train. ``first_view``: see :class:`.GroupLeader`."""
 
-    def __init__(self, executor: RankExecutor, step: int) -> None:
-        self.step = step
+    def __init__(self, executor: RankExecutor, first_view: View | None) -> None:
+        self.step = 0 if first_view is None else first_view.step
         self._executor, self._rank = executor, executor.rank
         self._dataset: Dataset | None = None
         self._said_leaving = False

@@ -70,24 +70,19 @@ class LivenessTracker:
 
 
 def wait_for_return(
-    executor: RankExecutor,
-    store: ControlStore,
-    census: LivenessTracker,
-    why: str,
-    leaving: Callable[[], str],
-    patience_s: float,
+    executor: RankExecutor, store: ControlStore, census: LivenessTracker, why: str, leaving: Callable[[], str]
 ) -> None:
     """Wait until the run has ended, or no group is left, or this rank is told to leave.
 
-    Always raises ``RunStopped``, or ``StoreError`` when the store was away for too long. Raises ``InvariantBroken``
-    when every group has to end: the other rank has ended for that, and on another host no rank may have seen it.
+    Always raises ``RunStopped``, or ``StoreError`` when the store was away for ``store_patience_s``: no group can come back
+    meanwhile. Raises ``InvariantBroken`` when every group has to end: the other rank has ended for that, and on another
+    host no rank may have seen it.
 
     Args:
         why: the failure, if no agent has named a rank.
         leaving: returns the reason why this rank was told to leave; empty without one.
-        patience_s: seconds that the control store may be away; no group can come back meanwhile.
     """
-    rank = executor.rank
+    rank, patience_s = executor.rank, executor.rank.env.config.fault_tolerance.store_patience_s
     rank.progress.enter("waiting")
     executor.close_epoch()
     # no limit: each turn is news of one loss; without any it ends after _CULPRIT_S

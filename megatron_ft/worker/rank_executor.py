@@ -16,7 +16,9 @@ from typing import cast
 
 from megatron_ft.collectives.base import stuck
 from megatron_ft.collectives.communicator_choice import NCCL, Offer
+from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import check_standby_memory
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule
 from megatron_ft.data.prefetch import Prefetcher
@@ -47,14 +49,13 @@ class RankExecutor:
     this order; ``state`` is its state as a whole, and ``guard`` compares that with other groups.
     """
 
-    def __init__(self, rank: Rank) -> None:
-        env, agreement = rank.env, rank.agreement
-        self.rank = rank
+    def __init__(self, env: RankEnvironment, agreement: CoordinationClient) -> None:
+        rank = self.rank = Rank(env, agreement)
         self.identities = Identities(agreement, env.group, env.position, env.incarnation == 0, env.host_rank)
         self.registered = Registered(BatchSchedule(env.config.microbatches_per_group))
         self.prefetcher = Prefetcher(env.config.fault_tolerance.seed, rank.progress.dataset)
         self.following = RejoinClient(self)
-        self.saving = CheckpointParticipant(env, agreement, self.registered, lambda: rank.lost_because)
+        self.saving = CheckpointParticipant(rank, self.registered)
         self.evaluation: Evaluation | None = None
         self.together: Callable[[Path], object] | None = None
 
@@ -72,7 +73,7 @@ class RankExecutor:
         slots = Slots(engine, rank.group, rank.position, 1 if joint else rank.size, config.digests)
         states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
         nonfinite = NonFinite(settings.nonfinite, rank.group, rank.history, rank.agreement)
-        guard = StateGuard(env, slots, states, nonfinite, rank.agreement, rank.history)
+        guard = StateGuard(rank, slots, states, nonfinite)
         if joint:
             if settings.nonfinite == "recompute":
                 raise EngineError(

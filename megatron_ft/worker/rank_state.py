@@ -111,7 +111,7 @@ class RankState:
         mine = (*self._engine.fingerprint(), self._guard.states.whole(self._computing.step + 1))
         norms, hashes, states = zip(*([mine] if inner is None else inner.gather(mine)), strict=True)
         norm, sha256 = norms[0], hashes[0]
-        if self._computing.joint and inner is not None:  # each rank has a part of the model
+        if self._computing.joint is not None and inner is not None:  # each rank has a part of the model
             norm, sha256 = math.hypot(*norms), hashlib.sha256(bytes.fromhex("".join(hashes))).hexdigest()
         elif len(set(hashes)) > 1:
             raise StartOver(f"group {self._rank.group} leaves: its ranks hold different parameters after the last step")

@@ -43,10 +43,11 @@ class Reducing:
         self._rank, self._computing, self._state, self._guard = rank, computing, state, guard
         self._shared: SharedGradients | OwnGradients | None = None
         if rank.inner is not None:
-            self._shared = (OwnGradients if computing.joint else SharedGradients)(computing.engine, rank.inner)
+            of_group = computing.engine, rank.inner
+            self._shared = SharedGradients(*of_group) if computing.joint is None else OwnGradients(*of_group)
         self.gradients: Gradients = self._shared or computing.engine
         settings = rank.env.config.fault_tolerance
-        alone = self._shared is None or computing.joint
+        alone = self._shared is None or computing.joint is not None
         overlap = settings.overlap and alone and settings.nonfinite != "recompute"
         self._reduction = Reduction(self.gradients, rank.points, dtype=settings.reduce_dtype, overlap=overlap)
         self._swept = False  # whether the last sweep destroyed a process group

@@ -1,20 +1,17 @@
-"""The session: the object that a training script uses, and the place where the parts of one rank are wired together.
+"""The session: the object that a training script uses. It makes the objects of one rank, and hands each call on to the one
+whose job it is.
 
-``worker.rank_executor`` carries out every operation of a step. The rank at position 0 leads its group
-(``worker.group_leader``), the other ranks follow (``worker.group_follower``); the training script is the same for both.
-The watcher's thread passes each verdict to the rank, which unblocks the training thread at once, and to the leader,
-which decides.
+``worker.training_loop`` makes the steps, and what the groups do together between two steps; ``worker.engine_maker`` makes
+engines; ``worker.verdict_handler`` hears of what happens; ``worker.rank_executor`` carries out every operation of a step.
+The rank at position 0 leads its group (``worker.group_leader``), the other ranks follow (``worker.group_follower``); the
+training script is the same for both.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,50 +21,28 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from megatron_ft import codec
-from megatron_ft.checkpoint import peer_copies, restore
-from megatron_ft.collectives.intra_group import IntraGroup, Lost
-from megatron_ft.collectives.user_process_groups import UserProcessGroups
+from megatron_ft.collectives.intra_group import IntraGroup
 from megatron_ft.config import rank_env
 from megatron_ft.config import schema as config_module
-from megatron_ft.config.rank_env import Audit, RankEnvironment
-from megatron_ft.coordination.client import Claimant, CoordinationClient, report_collection
-from megatron_ft.coordination.store import (
-    ControlStore,
-    Fenced,
-    Locator,
-    Log,
-    LogAway,
-    StoreGone,
-    StoreLostMemory,
-    patient,
-)
-from megatron_ft.coordination.store.claim_log import TOLD
-from megatron_ft.coordination.watcher import Watcher
-from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
-from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.data import generators
+from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.loader import Loader, of_dataloader
-from megatron_ft.data.order import BatchSchedule, script_seed
+from megatron_ft.data.order import BatchSchedule
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn
-from megatron_ft.errors import ConfigError, StoreError
-from megatron_ft.runlog import history
-from megatron_ft.types import View, given
-from megatron_ft.worker import data_identity, progress_counters, standalone_run
+from megatron_ft.errors import ConfigError
+from megatron_ft.types import given
+from megatron_ft.worker import standalone_run
 from megatron_ft.worker.engine_maker import EngineMaker
 from megatron_ft.worker.evaluation import Evaluation, Samples
-from megatron_ft.worker.explicit_loop import ExplicitLoop
-from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_follower import GroupFollower
 from megatron_ft.worker.group_leader import GroupLeader
-from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
-from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.registered_state import Stateful
+from megatron_ft.worker.run_access import RunAccess
+from megatron_ft.worker.training_loop import BetweenSteps, TrainingLoop
+from megatron_ft.worker.verdict_handler import VerdictHandler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +51,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STORE_TIMEOUT_S = 10.0
 ALONE = "no launcher has started this script: it is one group in one process, and no loss is masked"
 
 
@@ -131,12 +105,12 @@ class Session:
 
     A script calls :meth:`wrap` or :meth:`deepspeed`, then :meth:`train_step` for each of :meth:`steps`; see README.
 
+    Large because it has each call that a script can make; each hands on to the object whose job it is.
+
     Attributes:
         config: the run's configuration, frozen.
         group: number of this rank's group.
         position: number of this rank in its group; the rank at position 0 leads the group.
-        is_told_to_stop: whether a launcher was told to stop the run; groups hear it at different times. A script that saves
-            by itself (``fault_tolerance.checkpoint``) ends then, after a step on which its groups agree (:meth:`end`).
     """
 
     def __init__(self, env: RankEnvironment, listens: bool = True) -> None:
@@ -144,52 +118,20 @@ class Session:
         self.env = env
         self.config = env.config
         self.group, self.position = env.group, env.position
-        self._total, self._entered, self._leaving = 0, False, ""
-        self._loop = ExplicitLoop()
-        self._store_away = False
-        self.is_told_to_stop = False
-        self._claimant = self._take_part_in_claims()
-        where = env.store if self._claimant is None else self._claimant.log
-        self._store = ControlStore(where, env.run_id, _STORE_TIMEOUT_S, secret=env.secret)
-        self._store.when_forged(self._record_forged)
-        self._settings = env.config.fault_tolerance
-        agreement = self._agreement = CoordinationClient(
-            self._store, env.group, self._settings.store_patience_s, claimant=self._claimant
-        )
-        self._engine: Engine | None = None
-        self._origin: restore.Origin | None = None
-        self._dataset: Dataset | None = None
-        self._datasets: list[PackedDataset] = []
-        self._identified = False
-        self._logged: dict[str, float | str] = {}
-        # Of step ``_ended_at``; the store has keys of them.
-        self._ended: list[tuple[str, Evaluation | FinalSave]] = []
-        self._ended_at = -1
-        self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
-        self._rank = Rank(env, agreement)
-        self._executor = RankExecutor(self._rank)
-        self._maker = EngineMaker(env, lambda: self._rank.inner, self._until_lost)
-        self._copies = peer_copies.of(env)
-        self._liveness = LivenessTracker(env.config.groups)
-        self._process_groups = UserProcessGroups(env, self._store.clone(), self._rank.progress.training)
-        if env.position == 0:
-            self._role: GroupLeader | GroupFollower = GroupLeader(self._executor, first)
-        else:
-            self._role = GroupFollower(self._executor, 0 if first is None else first.step)
-        if listens:
-            Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
-        self._rank.progress.start()
-        if self._claimant is not None:
-            told = Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD)
-            self._claimant.log.follow(told, self._claims_changed)
-        if listens and threading.current_thread() is threading.main_thread():  # else no group would take the work over
-            signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
-        if self._rank.size > 1:
-            self._process_groups.start()
-            with self._until_lost():
-                self._rank.join(IntraGroup.build(env, agreement, lambda: bool(self._rank.lost_because)))
-
-    # --- public methods -----------------------------------------------------------------------------------------------
+        access = RunAccess(env)
+        self._executor = RankExecutor(env, access.agreement)
+        rank = self._rank = self._executor.rank
+        role: type[GroupLeader | GroupFollower] = GroupFollower if env.position else GroupLeader
+        self._role = role(self._executor, access.first)
+        self._maker = EngineMaker(rank, lambda: self._verdicts.until_lost())
+        self._verdicts = VerdictHandler(access, self._executor, self._role, self._maker)
+        self._loop = TrainingLoop(self._verdicts)
+        self._between = BetweenSteps(self._loop)
+        rank.progress.start()
+        self._verdicts.start(listens)
+        if rank.size > 1:
+            with self._verdicts.until_lost():
+                rank.join(IntraGroup.build(env, access.agreement, lambda: bool(rank.lost_because)))
 
     @property
     def rank(self) -> int:
@@ -200,8 +142,13 @@ class Session:
     def step(self) -> int:
         """The next step to train; the number of steps that are committed. In a hook of the optimizer it is the step that is
         being made, also in a group that repeats the steps of others on its way back."""
-        makes = self._executor.following.makes
-        return self._role.step if makes is None else makes
+        return self._loop.step
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Whether a launcher was told to stop the run; groups hear it at different times. A script that saves by itself
+        (``fault_tolerance.checkpoint``) ends then, after a step on which its groups agree (:meth:`end`)."""
+        return self._verdicts.is_told_to_stop
 
     @property
     def microbatches_per_group(self) -> int:
@@ -218,12 +165,12 @@ class Session:
     def microbatches_per_group(self, number: int) -> None:
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ConfigError(f"session.microbatches_per_group = {number!r}: it must be a whole number >= 1")
-        if not self._total:
+        if not self._loop.total:
             raise ConfigError(
                 f"session.microbatches_per_group = {number} before the first step: set it in the loop over session.steps; "
                 f"the size at the start is gradient_accumulation_steps in the config"
             )
-        self._refuse_within_step("session.microbatches_per_group")
+        self._loop.refuse_within_step("session.microbatches_per_group")
         if number != self.microbatches_per_group:
             self._executor.prefetcher.drop()  # samples of these steps may be loaded already
             self._executor.registered.sizes.change(self.step, number)
@@ -236,13 +183,12 @@ class Session:
     @property
     def gets_state(self) -> bool:
         """True if this rank's first state is that of other groups or of a checkpoint."""
-        return self._comes_back or self._origin is not None
+        return self._loop.gets_state
 
     @property
     def live(self) -> tuple[int, ...]:
         """Numbers of the groups that have made the last step, ascending."""
-        view = self._rank.link.view or self._first
-        return () if view is None else view.live
+        return self._loop.live
 
     @property
     def is_writer(self) -> bool:
@@ -252,7 +198,7 @@ class Session:
         the part over with the first step that is made without that group. Use :meth:`log` for what must be written
         exactly once, and :meth:`save_final` for the final model.
         """
-        return self.position == 0 and self.live[:1] == (self.group,)
+        return self._loop.is_writer
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write values to the run record and to every tracker, once for the last committed step, whatever dies.
@@ -266,15 +212,7 @@ class Session:
         Raises:
             ConfigError: before the first step, or a value of another type.
         """
-        if self.step < 1:
-            raise ConfigError("session.log before the first step: values belong to a step, so call it after train_step")
-        self._logged |= {str(name): _plain(name, value) for name, value in values.items()}
-
-    def _write_logged(self) -> None:
-        """Record what the script has logged since the last step."""
-        if self._logged:
-            self._role.log(self._logged)
-            self._logged = {}
+        self._loop.log(values)
 
     def evaluate(
         self,
@@ -310,31 +248,9 @@ class Session:
                 is below 1.
             DataError: the groups have datasets of different sizes, or the dataset is empty.
         """
-        self._refuse_within_step("session.evaluate")
-        if not self._entered:  # the data are compared in the first step
-            if self._engine is None or not self._total:
-                raise ConfigError(
-                    "session.evaluate before session.steps: make the engine, and call it in the loop over session.steps"
-                )
-            with self._until_lost():
-                self._executor.identities.agree("run", data_identity.of_run(self.config, self._total))
-                self._enter(self._engine)
-        batch = self.config.samples_per_microbatch if batch_size is None else batch_size
-        if not isinstance(batch, int) or batch < 1:
-            raise ConfigError(f"session.evaluate: batch_size is {batch!r}; it must be a whole number >= 1")
-        key = f"evaluate/{self.step}/{name}.{self._number(f'evaluate {name}')}"
-        evaluation = self._executor.evaluation = Evaluation(
-            fn, dataset, batch, collate_fn, name, self._settings.seed, key
-        )
-        self._ended.append((f"evaluate {name}", evaluation))
-        try:
-            with self._until_lost():
-                total = self._role.evaluate(self._liveness.lost)
-            return total
-        finally:
-            self._seed_script(f"evaluate {name}")
-            self._executor.evaluation = None
-            self._rank.progress.enter("outside")
+        seed = self.config.fault_tolerance.seed
+        make = lambda batch, key: Evaluation(fn, dataset, batch, collate_fn, name, seed, key)  # noqa: E731
+        return self._between.evaluate(name, batch_size, make)
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Make an object's state part of the training state: checkpoints and the return of a group carry it.
@@ -351,7 +267,7 @@ class Session:
         Raises:
             ConfigError: after the first step, for a name that is taken, or for a state of other types.
         """
-        if self._entered:
+        if self._loop.entered:
             raise ConfigError(f"session.register({name!r}, ...) after the first step: call it before session.steps")
         self._executor.registered.add(name, stateful)
 
@@ -372,22 +288,10 @@ class Session:
             ConfigError: before the first step, or between :meth:`microbatches` and :meth:`commit`.
             CheckpointError: no group could save it; in a group that has tried, the exception of ``write``.
         """
-        self._refuse_within_step("session.save")
-        if not self._entered:
+        self._loop.refuse_within_step("session.save")
+        if not self._loop.entered:
             raise ConfigError("session.save before the first step: call it after train_step")
-        return self._save(Path(path), write)
-
-    def _save(self, path: Path, write: Callable[[Path], object]) -> Path:
-        with self._until_lost():
-            self._rank.inside(given(self._engine).complete)
-        self._begin_save(path.absolute()).save(write)
-        return path
-
-    def _begin_save(self, place: Path) -> FinalSave:
-        number = self.step, self._number(f"save {place}")
-        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number, len(self.live))
-        self._ended.append((f"save {place}", save))
-        return save
+        return self._between.save(Path(path), write)
 
     def save_together(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Do :meth:`save` with a ``write`` that all ranks of the group call together, each with the same path; also before
@@ -395,28 +299,12 @@ class Session:
 
         Args, Raises: as :meth:`save`.
         """
-        self._executor.together = write
-        place = Path(path).absolute()
-        try:
-            with self._until_lost():
-                self._role.save_together(self._begin_save(place))
-        finally:
-            self._executor.together = None
-        return place
+        return self._between.save_together(Path(path), write)
 
     def say_not_saved(self, reason: str) -> None:
         """Write to the run record, and with it to the console, that a save of the script's own after the last step has
         failed. One rank of the run calls it."""
         self._rank.history.note("checkpoint_failed", step=self.step, reason=reason)
-
-    def _number(self, what: str) -> int:
-        """Return how often ``what`` was done since the last step. The store forgets what was done before that step: all
-        groups have made it."""
-        if self._ended_at != self.step:
-            if self.is_writer:
-                self._agreement.delete([key for _, ended in self._ended for key in ended.left()])
-            self._ended, self._ended_at = [], self.step
-        return [done for done, _ in self._ended].count(what)
 
     def save_final(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Save the final model, after the last step: one group writes it, and another one if that group is lost.
@@ -433,12 +321,13 @@ class Session:
             ConfigError: the last step is not made yet.
             CheckpointError: no group could save the model; in a group that has tried, the exception of ``write``.
         """
-        if not 0 < self._total <= self.step:
+        total = self._loop.total
+        if not 0 < total <= self.step:
             raise ConfigError(
-                f"session.save_final after step {self.step} of {self._total}: call it after the loop over session.steps, "
+                f"session.save_final after step {self.step} of {total}: call it after the loop over session.steps, "
                 f"and session.save in it"
             )
-        return self._save(Path(path), write)
+        return self._between.save(Path(path), write)
 
     def wrap(
         self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None = None, scheduler: Any = None
@@ -461,8 +350,8 @@ class Session:
             ConfigError: the config asks for a parallelism that the model does not have, or has another setting that only
                 :meth:`deepspeed` uses.
         """
-        self._engine = self._maker.wrap(model, optimizer, loss_fn or self._loop.loss_fn, scheduler)
-        return self._engine
+        made = self._loop.engine = self._maker.wrap(model, optimizer, loss_fn or self._loop.own.loss_fn, scheduler)
+        return made
 
     def pipeline(
         self,
@@ -490,8 +379,9 @@ class Session:
             EngineError: the engine cannot train these stages.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        self._engine = self._maker.pipeline(stages, optimizer, loss_fn, schedule, scheduler=scheduler, split=split)
-        return self._engine
+        made = self._maker.pipeline(stages, optimizer, loss_fn, schedule, scheduler=scheduler, split=split)
+        self._loop.engine = made
+        return made
 
     def megatron(
         self,
@@ -527,8 +417,8 @@ class Session:
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
         own: dict[str, Any] = {"seq_length": seq_length, "reads": reads, "schedule": schedule}
-        self._engine = self._maker.megatron(chunks, optimizer, forward_step, scheduler=scheduler, **own)
-        return self._engine
+        made = self._loop.engine = self._maker.megatron(chunks, optimizer, forward_step, scheduler=scheduler, **own)
+        return made
 
     def mesh(self, device: str | None = None) -> DeviceMesh:
         """Return the ranks of this group as a mesh with the axes ``pp`` (``pipeline.stages``), ``dp``
@@ -567,8 +457,8 @@ class Session:
         Raises:
             EngineError: the model or a setting cannot be made fault-tolerant; the message gives the reason.
         """
-        self._engine = self._maker.deepspeed(model, **options)
-        return self._engine
+        made = self._loop.engine = self._maker.deepspeed(model, **options)
+        return made
 
     def dataset(self, path: str | Path, *, seq_len: int, documents: bool = False) -> PackedDataset:
         """Return the dataset in a directory that ``megatron-ft prepare`` wrote.
@@ -585,16 +475,8 @@ class Session:
         Raises:
             DataError: the directory is missing or damaged, or does not fit the request.
         """
-        made = PackedDataset(
-            path,
-            seq_len=seq_len,
-            samples_per_microbatch=self.config.samples_per_microbatch,
-            groups=self.config.shards,
-            microbatches_per_group=self._executor.registered.sizes,
-            seed=self._settings.seed,
-            documents=documents,
-        )
-        self._datasets.append(made)
+        made = PackedDataset(path, seq_len=seq_len, documents=documents, **self._division)
+        self._loop.datasets.append(made)
         return made
 
     def loader(
@@ -623,17 +505,20 @@ class Session:
         Raises:
             ConfigError, DataError: the dataset cannot be indexed or is empty, or ``num_workers`` is wrong.
         """
-        return Loader(
-            dataset,
-            groups=self.config.shards,
-            microbatches_per_group=self._executor.registered.sizes,
-            samples_per_microbatch=self.config.samples_per_microbatch,
-            seed=self._settings.seed,
-            shuffle=shuffle,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            worker_init_fn=worker_init_fn,
-        )
+        workers: dict[str, Any] = {"num_workers": num_workers, "worker_init_fn": worker_init_fn}
+        return Loader(dataset, shuffle=shuffle, collate_fn=collate_fn, **workers, **self._division)
+
+    @property
+    def _division(self) -> dict[str, Any]:
+        """What divides the samples of a dataset into microbatches."""
+        config, sizes = self.config, self._executor.registered.sizes
+        samples, seed = config.samples_per_microbatch, config.fault_tolerance.seed
+        return {
+            "groups": config.shards,
+            "microbatches_per_group": sizes,
+            "samples_per_microbatch": samples,
+            "seed": seed,
+        }
 
     def prepare(self, dataloader: DataLoader[Any]) -> Loader:
         """Return :meth:`loader` for the dataset, order, ``collate_fn`` and workers of a torch ``DataLoader``.
@@ -660,31 +545,7 @@ class Session:
             DataError: another rank has another ``total``, and as in :meth:`train_step`.
             RunStopped, StoreError: as in :meth:`train_step`.
         """
-        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
-            raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
-        audit = Audit.from_env()
-        self._total = total if audit is None else min(total, audit.last + 1)
-        self._dataset = dataset
-        # A group that comes back knows its first step only after it has entered; what the script loaded is checked
-        # before that.
-        if (self._comes_back or self._origin is not None) and self._engine is not None:
-            with self._until_lost():
-                self._identify(None)
-                self._enter(self._engine)
-        step = self._role.step
-        while step < self._total:
-            self._seed_script("steps")
-            yield step
-            if self._role.step <= step:
-                raise ConfigError(
-                    f"step {step} was not trained; call session.train_step, or loop over session.microbatches and call "
-                    f"session.commit, once in every step"
-                )
-            step = self._role.step
-        self._write_logged()
-        self._executor.close()
-        with self._until_lost():
-            self._role.finish()
+        return self._loop.steps(total, dataset)
 
     def constant(self, name: str, value: Any) -> Any:
         """Return the value that the first rank of the run has called this with; also in a group that comes back, and in a
@@ -694,14 +555,15 @@ class Session:
             name: name of the value.
             value: anything that JSON can hold.
         """
-        if self._origin is not None and name in (saved := self._origin.meta.get("identity", {})):
+        origin = self._loop.access.origin
+        if origin is not None and name in (saved := origin.meta.get("identity", {})):
             value = saved[name]
         return self._executor.identities.settle(name, value)
 
     def end(self) -> None:
         """End the run after the last step that was made, before the number of :meth:`steps`. All ranks of all groups call it
         after the same step, and go on with the loop, which ends."""
-        self._total = self.step
+        self._loop.total = self.step
         self._role.end(lambda: self.is_told_to_stop)
 
     def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
@@ -717,27 +579,7 @@ class Session:
             RunStopped: this group was left out of the run, or fewer than ``min_groups`` are alive.
             StoreError: a recovery needed the control store, and the store did not answer for ``store_patience_s``.
         """
-        if getattr(engine, "loss_fn", None) == self._loop.loss_fn and not self._loop.within_step:
-            raise ConfigError(
-                "session.train_step with an engine without a loss function: give session.wrap one, or loop over "
-                "session.microbatches"
-            )
-        self._write_logged()
-        with self._until_lost():
-            if not self._identified:
-                self._identify(dataset)
-                self._identified = True
-            if not self._entered:
-                self._enter(engine)
-            if self._leaving:
-                self._role.leave(self._leaving)
-            result = self._role.train_step(dataset)
-        self._seed_script("train_step")
-        if self._store_away:  # only a step committed after the store went away shows that training goes on without it
-            self._store_away = False
-            _log.info(f"group {self.group}: step {result.step} was committed without the control store")
-        self._rank.progress.enter("outside")
-        return result
+        return self._loop.train_step(engine, dataset)
 
     def microbatches(self, dataset: Dataset) -> Iterator[Any]:
         """Make one step with the script's own loop, and yield the batch of each microbatch that this rank has to compute.
@@ -758,13 +600,13 @@ class Session:
             ConfigError: the engine has a loss function, or a turn has not called :meth:`backward` once.
             DataError, RunStopped, StoreError: as in :meth:`train_step`.
         """
-        engine = self._engine
-        if engine is None or getattr(engine, "loss_fn", None) != self._loop.loss_fn:
+        engine = self._loop.engine
+        if engine is None or not self._loop.has_own(engine):
             raise ConfigError(
                 "session.microbatches needs an engine without a loss function: leave loss_fn out in session.wrap, or call "
                 "session.train_step"
             )
-        return self._loop.microbatches(lambda: self.train_step(engine, dataset))
+        return self._loop.own.microbatches(lambda: self.train_step(engine, dataset))
 
     def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor | None = None) -> None:
         """Run the backward pass of the microbatch whose batch :meth:`microbatches` has yielded.
@@ -777,7 +619,7 @@ class Session:
             ConfigError: outside of the loop, or twice in one turn of it.
             RunStopped, StoreError: as in :meth:`train_step`.
         """
-        self._loop.backward(loss if tokens is None else (loss, tokens))
+        self._loop.own.backward(loss if tokens is None else (loss, tokens))
 
     def commit(self) -> StepResult:
         """Update the model with the step that a loop over :meth:`microbatches` has made, and return its result.
@@ -789,55 +631,11 @@ class Session:
             ConfigError: before the end of the loop.
             RunStopped, StoreError: as in :meth:`train_step`.
         """
-        result = self._loop.commit()
+        result = self._loop.own.commit()
         # A group that has taken the committed state of another one has it already; its script has set values after that.
-        values = given(self._engine).hyperparameters
+        values = given(self._loop.engine).hyperparameters
         values.write(values.left)
         return result
-
-    def _refuse_within_step(self, call: str) -> None:
-        if self._loop.within_step:
-            raise ConfigError(f"{call} between session.microbatches and session.commit: call it after session.commit()")
-
-    def _identify(self, dataset: Dataset | None) -> None:
-        """Check that all ranks train for the same steps with the same data; ``dataset`` is None before the first step."""
-        only = self._datasets[0] if len(self._datasets) == 1 else None  # one of several may be for evaluation
-        known = only if self._dataset is None else self._dataset
-        origin = self._origin
-        saved = None
-        if origin is not None:
-            restore.check(self.config, origin.path, origin.meta)  # first: its error names the setting
-            saved = origin.path, origin.meta.get("identity", {})
-        identities = self._executor.identities
-        identities.agree("run", data_identity.of_run(self.config, self._total))
-        identities.agree("data", data_identity.of_data(dataset, known), saved)
-
-    def _enter(self, engine: Engine) -> None:
-        self._entered = True
-        own_loop = getattr(engine, "loss_fn", None) == self._loop.loss_fn
-        self._executor.attach(engine, self._await_commit if own_loop else None)
-        if self._origin is not None:
-            self._executor.state.result = restore.load(
-                self._origin, self.config, self.position, engine, self._copies, self._load_registered
-            )
-        self._role.enter(self._total, self._comes_back, self._origin)
-        if self.config.groups > 1 and self.is_writer and _accelerate_is_used():
-            _log.warning(
-                f"accelerator.is_main_process, is_local_main_process and print hold in each of the "
-                f"{self.config.groups} groups, because "
-                f"a group is Accelerate's world: use session.is_writer, session.log, session.save and session.save_final"
-            )
-
-    def _load_registered(self, state: Mapping[str, Any]) -> None:
-        """Give the script's objects their states from a checkpoint. A script may register others than the one before."""
-        for name in self._executor.registered.load(state):
-            what = "is not registered by this script" if name in state else "is not in the checkpoint, and begins anew"
-            _log.warning(f"{name!r} {what}: checkpoint {given(self._origin).path}")
-
-    @property
-    def _comes_back(self) -> bool:
-        """True for a group that was started again, or added, while the run goes on."""
-        return self.env.incarnation > 0
 
     def leave(self, why: str) -> None:
         """Make this group leave the run in order after the present step, e.g. on a maintenance notice or SIGTERM.
@@ -847,130 +645,4 @@ class Session:
         Args:
             why: the reason, for the log and the run record. The reason of the first call counts.
         """
-        self._leaving = self._leaving or why
-        if isinstance(self._role, GroupLeader):
-            self._role.leave(why)
-
-    def _await_commit(self) -> None:
-        self._seed_script("microbatches")
-        self._loop.await_commit()
-
-    def _seed_script(self, after: str) -> None:
-        """Seed the generators for the script's code that follows the call ``after``: in every group it draws the same, also
-        in one that has not made the steps before."""
-        generators.seed(script_seed(self._settings.seed, self.step, after))
-
-    # --- internals ----------------------------------------------------------------------------------------------------
-
-    def _first_view(self) -> View | None:
-        """Return the run's first view. The agent rebuilds a store that dies meanwhile: nothing is lost with it."""
-        try:
-            self._store.check_begun()
-            if self._comes_back:
-                return None
-            raw, origin = self._store.get("view/0"), self._store.get(restore.KEY)
-        except StoreLostMemory:
-            self._store.restore()
-            raise
-        if raw is None:
-            raise StoreGone(f"control store {self.env.store} knows no view of run {self.env.run_id}; start it again")
-        view = View.from_json(raw)
-        self._origin = None if origin is None else codec.decode(restore.Origin, origin)
-        self._agreement.adopted(view)
-        return view
-
-    def _take_part_in_claims(self) -> Claimant | None:
-        env = self.env
-        if not env.claims:
-            return None
-        log = Locator(Log(env.run_dir, env.run_id, env.secret), env.store)
-        with suppress(LogAway):  # then the agent's address is the newest known one
-            log.poll()
-        assert env.host_rank is not None, "an agent that keeps a claim log says which host it is on"
-        return Claimant(log, (env.group, env.incarnation), env.host_rank)
-
-    def _claims_changed(self) -> None:
-        """Stop this group if a claim leaves it out; its ranks then need not wait for the other groups."""
-        try:
-            self._agreement.check()
-        except Fenced as error:
-            _log.info(f"{error}; this group stops")
-            self._rank.link.abort()
-            if isinstance(self._role, GroupLeader):
-                self._role.claims_changed()
-
-    def _on_signal(self, verdict: signals.Verdict) -> None:
-        """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
-        match verdict:
-            case signals.LeaveRequested(group=self.group, why=why) if not self._leaving:
-                self._role.on_signal(verdict)
-                self._leaving = why
-                _log.info(f"group {self.group} is asked to leave: {why}")
-            case signals.LeaveRequested() | signals.HostAssigned() | signals.RestartRefused():
-                pass  # of another group, or only for agents
-            case Saves() | Stops() | signals.ViewAgreed() | signals.RunFinished():  # steps do not wait for these
-                self.is_told_to_stop |= isinstance(verdict, Stops)
-                self._role.on_signal(verdict)
-            case signals.ChecksumsRequested():
-                self._executor.publish_checksums(verdict)
-            case signals.CollectivesRequested():
-                self._process_groups.answer(verdict)
-            case _:
-                self._liveness.on_signal(verdict)
-                if (
-                    isinstance(verdict, GroupFailed)
-                    and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
-                    and self._rank.size > 1
-                ):
-                    self._rank.lose(verdict.reason)
-                    self._process_groups.abort()
-                    self._maker.cut()
-                self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
-                self._executor.on_signal(verdict)
-
-    def _record_forged(self, key: str) -> None:
-        """Record a forged entry of the control store, at position 0 only.
-
-        Only groups read reports, and the group that proposes a view replaces a forged one; agents record all other
-        entries.
-        """
-        if self.position == 0 and key.startswith((report_collection(0)[:-1], "view/")):
-            with suppress(OSError):
-                history.append(self.env.run_dir, "forged", key=key, group=self.group)
-
-    def _store_is(self, error: StoreError | None = None) -> None:
-        self._store_away = error is not None
-        news = f"{error}; a recovery waits for one" if self._store_away else "the control store answers again"
-        _log.info(f"group {self.group}: {news}")
-
-    @contextmanager
-    def _until_lost(self) -> Iterator[None]:
-        """Convert :class:`Lost`: when another rank of this group is gone, this rank waits for the group's return."""
-        try:
-            yield
-        except Lost as lost:
-            why = str(lost)
-        else:
-            return
-        patience_s = self._settings.store_patience_s
-        wait_for_return(self._executor, self._store, self._liveness, why, lambda: self._leaving, patience_s)
-
-
-def _accelerate_is_used() -> bool:
-    """Return whether the script has made an ``Accelerator``, and not by way of the Trainer, whose processes know the
-    writer."""
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    return bool(getattr(state, "_shared_state", None)) and "megatron_ft.integrations.hf_trainer" not in sys.modules
-
-
-def _plain(name: object, value: Any) -> float | str:
-    """Return a value of :meth:`Session.log` as a number or text. Raises ``ConfigError`` for another type."""
-    if isinstance(value, str | bool | int):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(value).__name__
-        raise ConfigError(
-            f"session.log: {name!r} is of type {kind}; values are numbers, texts or tensors of one element"
-        ) from None
+        self._verdicts.leave(why)

@@ -26,16 +26,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.protocol import signals
 from megatron_ft.engines import hyperparameters
 from megatron_ft.engines.hyperparameters import Hyperparameters, Values
 from megatron_ft.errors import InvariantBroken, StartOver, StoreError
-from megatron_ft.runlog.history import History
 from megatron_ft.types import GroupId, View
 from megatron_ft.worker.nonfinite import SUSPECT_AFTER, NonFinite
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.state_checksum import Details, StateCheck, differing, in_words
 from megatron_ft.worker.step_timer import STATE, Slots
 
@@ -62,19 +61,13 @@ class _Subject:
 
 
 class StateGuard:
-    """One rank's comparison of states. Only the training thread calls its methods, except for :meth:`publish`."""
+    """One rank's comparison of states. ``slots``: the numbers that travel with bucket 0, among them the checksums that
+    ``states`` makes; ``nonfinite``: its account of gradients that are not finite. Only the training thread calls its
+    methods, except for :meth:`publish`."""
 
-    def __init__(
-        self,
-        env: RankEnvironment,
-        slots: Slots,
-        states: StateCheck,
-        nonfinite: NonFinite,
-        agreement: CoordinationClient,
-        history: History,
-    ) -> None:
-        self._env, self.slots, self.states = env, slots, states
-        self.nonfinite, self._agreement, self._history = nonfinite, agreement, history
+    def __init__(self, rank: Rank, slots: Slots, states: StateCheck, nonfinite: NonFinite) -> None:
+        self.slots, self.states, self.nonfinite = slots, states, nonfinite
+        self._env, self._agreement, self._history = rank.env, rank.agreement, rank.history
         self._accused: set[tuple[GroupId, int]] = set()
         self._ties: set[tuple[tuple[GroupId, ...], ...]] = set()
         self._halted = False

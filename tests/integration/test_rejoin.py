@@ -154,13 +154,13 @@ def test_a_pipeline_comes_back(tmp_path, data_dir):
 DEAF = """
 import os
 from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.worker.session import Session
-hear = Session._on_signal
+from megatron_ft.worker.verdict_handler import VerdictHandler
+hear = VerdictHandler.on_signal
 def hear_with_a_bug(self, verdict):
-    if isinstance(verdict, GroupFailed) and (self.group, self.env.incarnation) == (1, 0):
+    if isinstance(verdict, GroupFailed) and (self._rank.group, self._rank.env.incarnation) == (1, 0):
         raise ZeroDivisionError("of a test")
     hear(self, verdict)
-Session._on_signal = hear_with_a_bug
+VerdictHandler.on_signal = hear_with_a_bug
 """
 
 

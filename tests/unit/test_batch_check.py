@@ -33,9 +33,10 @@ class Rank:
         slots = len(GROUPS) * slots_of_group(positions)
         self.engine = SimpleNamespace(slots=slots, buckets=[torch.zeros(slots + TAIL)])
         self.engine.local = self.engine.reduced = self.engine.buckets.__getitem__
-        env = SimpleNamespace(group=group, position=position, incarnation=returned.get(group, 0))
-        own = Slots(self.engine, group, position, positions)
-        self.check = BatchCheck(env, own, store, load, self.halt)
+        env = SimpleNamespace(incarnation=returned.get(group, 0))
+        rank = SimpleNamespace(group=group, position=position, env=env, agreement=store)
+        guard = SimpleNamespace(slots=Slots(self.engine, group, position, positions), halt=self.halt)
+        self.check = BatchCheck(rank, guard, load)
         self.group, self.position = group, position
 
     def halt(self, step, why):

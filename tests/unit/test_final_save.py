@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 from megatron_ft.worker.final_save import FinalSave
-from megatron_ft.worker.session import Session
+from megatron_ft.worker.training_loop import BetweenSteps
 
 
 class Store(dict):
@@ -35,23 +36,15 @@ def test_a_writer_that_was_frozen_does_not_replace_what_a_later_save_has_written
     assert path.read_text() == "of step 9, again"
 
 
-class Saving(Session):
-    """The part of a session that saves files."""
-
-    step, is_writer, live = 3, True, (0,)
-
-    def __init__(self, store: Store) -> None:
-        self._agreement, self.position, self.env = store, 0, SimpleNamespace(seat="0")
-        self._ended, self._ended_at = [], -1
-
-
 def test_the_store_forgets_every_save_of_an_earlier_step(tmp_path):
     """Also the first of two saves of the same file after one step."""
     store, path = Store(), tmp_path / "best.pt"
-    session = Saving(store)
+    access = SimpleNamespace(agreement=store, env=SimpleNamespace(seat="0", position=0))
+    loop = MagicMock(step=3, is_writer=True, live=(0,), access=access)
+    between = BetweenSteps(loop)
     for text in ("first", "second"):
-        session._save(path, lambda place, text=text: place.write_text(text))
+        between.save(path, lambda place, text=text: place.write_text(text))
     assert path.read_text() == "second" and {f"final/{path}/3.{number}/claim/0" for number in (0, 1)} <= store.keys()
-    session.step = 4
-    session._save(tmp_path / "other.pt", lambda place: place.write_text("another file"))
+    loop.step = 4
+    between.save(tmp_path / "other.pt", lambda place: place.write_text("another file"))
     assert not [key for key in store if key.startswith(f"final/{path}/3.")]

@@ -24,7 +24,6 @@ from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
 from megatron_ft.types import Microbatch
 from megatron_ft.worker import progress_counters
 from megatron_ft.worker.peer_lost import LivenessTracker
-from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.reducing import Reducing
 from tests import support
@@ -47,7 +46,7 @@ class Survivor:
         self.agreement = CoordinationClient(client.clone(), 0, 60.0)
         self.agreement.adopted(FIRST)
         env = RankEnvironment("run", 0, 0, ("127.0.0.1", port), "127.0.0.1", tmp_path, RunConfig(groups=2), 0)
-        self.executor = RankExecutor(Rank(env, self.agreement))
+        self.executor = RankExecutor(env, self.agreement)
         self.executor.reducing = Reducing(MagicMock(rank=self.executor.rank), MagicMock(), MagicMock())
         self.executor.reducing._reduction = SimpleNamespace(drop=lambda: None)
         self.census, self.verdicts = LivenessTracker(2), []

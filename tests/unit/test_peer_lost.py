@@ -16,8 +16,9 @@ DEATHS = [GroupFailed(group, "its rank 1 has ended", 0) for group in (0, 1)]
 
 def wait(census: LivenessTracker) -> None:
     rank, store = MagicMock(group=0, position=0, lost_because="its rank 1 has ended"), MagicMock()
+    rank.env.config.fault_tolerance.store_patience_s = 60.0
     store.get.return_value = None
-    wait_for_return(MagicMock(rank=rank), store, census, "a connection broke", lambda: "", 60.0)
+    wait_for_return(MagicMock(rank=rank), store, census, "a connection broke", lambda: "")
 
 
 @pytest.mark.parametrize("later", [False, True])

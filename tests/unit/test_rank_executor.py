@@ -26,7 +26,6 @@ from megatron_ft.worker.finishing import Finishing
 from megatron_ft.worker.nonfinite import NonFinite
 from megatron_ft.worker.orders import Needs, Reduce
 from megatron_ft.worker.progress_counters import ProgressCounters
-from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.rank_state import RankState
 from megatron_ft.worker.reducing import Reducing
@@ -41,7 +40,7 @@ def executor(tmp_path, monkeypatch):
     """A rank in step 3 whose communicator stands; it has one member."""
     monkeypatch.setattr(ProgressCounters, "from_env", MagicMock)
     env = MagicMock(group=0, position=0, incarnation=0, run_dir=tmp_path, config=CONFIG)
-    executor = RankExecutor(Rank(env, MagicMock()))
+    executor = RankExecutor(env, MagicMock())
     executor.rank.link.outer, executor.rank.link.view = GlooCommunicator(None, 0, [0], 0, 60.0), VIEW
     engine = MagicMock()
     del engine.flush

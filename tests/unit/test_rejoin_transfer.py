@@ -330,10 +330,9 @@ def following(store: Store, epoch: int = 0) -> joiner.RejoinClient:
     """A rank of group 3, which knows the view of that epoch."""
     env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
     own = engine(1)
-    guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
     quiet = {"points": MagicMock(), "progress": MagicMock()}
     rank = SimpleNamespace(env=env, agreement=store, inner=None, lost_because="", **quiet)
-    guard.states = StateCheck(own, 0)
+    guard = StateGuard(MagicMock(env=env), MagicMock(), StateCheck(own, 0), MagicMock())
     executor = SimpleNamespace(rank=rank, engine=own, guard=guard, registered=Registered(BatchSchedule(1)))
     return joiner.RejoinClient(executor)
 

@@ -254,7 +254,8 @@ def compared(rates: list[float], made: list[float], entered=None, wrong=()) -> l
         agreement.clone.return_value = agreement
         agreement.put, agreement.get = said.__setitem__, said.get
         slots, env = Slots(fake, group), MagicMock(group=group, incarnation=0, position=0)
-        guards.append(StateGuard(env, slots, StateCheck(engine, 0), MagicMock(suspect=False), agreement, MagicMock()))
+        rank = MagicMock(env=env, agreement=agreement)
+        guards.append(StateGuard(rank, slots, StateCheck(engine, 0), MagicMock(suspect=False)))
         guards[-1].say(3, engine.hyperparameters)  # nothing differs then
         fake.buckets[0].zero_()
         guards[-1].say(5, engine.hyperparameters)
@@ -316,7 +317,7 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
         )
         env = MagicMock(group=group, incarnation=0, position=0)
         env.config.ranks_per_group = 1
-        guards.append(StateGuard(env, MagicMock(), check, MagicMock(), agreement, MagicMock()))
+        guards.append(StateGuard(MagicMock(env=env, agreement=agreement), MagicMock(), check, MagicMock()))
     engines[1].model[0].bias.data[2] += 1
     states = {group: guard.states.whole(7) for group, guard in enumerate(guards)}
     guards[0].accuse("at the end", 7, View(0, (0, 1), "the run starts"), states)
@@ -326,7 +327,7 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
 
 def test_a_difference_is_said_to_be_no_older_than_the_last_comparison_that_found_none():
     """Of the part that differs, or of the whole state: that is known to be equal since its oldest part was compared."""
-    guard = StateGuard(MagicMock(), MagicMock(), MagicMock(chunks=3), MagicMock(), MagicMock(), MagicMock())
+    guard = StateGuard(MagicMock(), MagicMock(), MagicMock(chunks=3), MagicMock())
     sums = {"weight": (1, "float32")}, {"weight": (2, "float32")}
 
     def since(chunk: int | None) -> int:
@@ -341,7 +342,7 @@ def test_a_difference_is_said_to_be_no_older_than_the_last_comparison_that_found
 
 def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before():
     agreement = MagicMock()
-    guard = StateGuard(MagicMock(), MagicMock(), MagicMock(), MagicMock(), agreement, MagicMock())
+    guard = StateGuard(MagicMock(agreement=agreement), MagicMock(), MagicMock(), MagicMock())
     view = View(0, (0, 1, 2), "the run starts")
     assert guard.accuse("before", 3, view, {0: 7, 1: 8, 2: 7}) == (1,) and guard.awaits_view(view)
     assert guard.accuse("some", 5, view, {0: 5, 2: 6}) == ()

@@ -19,7 +19,7 @@ from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.shell import carry_out
 from megatron_ft.runlog import history
-from megatron_ft.worker.session import Session
+from megatron_ft.worker.verdict_handler import VerdictHandler
 from tests.stores import await_
 from tests.support import SECRET
 
@@ -200,17 +200,12 @@ def test_training_without_a_store_is_reported_once_and_only_after_a_step_was_com
         committed(step)
     assert said == ["step 8 was committed since: training goes on without the control store"]
 
-    group = MagicMock(group=1, _store_away=False, _leaving="")
-
-    def commits(step: int) -> None:
-        group._role.train_step.return_value.step = step
-        Session.train_step(group, None, None)
-
-    commits(3)
-    Session._store_is(group, StoreGone("the control store is gone"))
+    verdicts = VerdictHandler(MagicMock(), MagicMock(rank=MagicMock(group=1)), MagicMock(), MagicMock())
+    verdicts.committed(3)
+    verdicts.store_is(StoreGone("the control store is gone"))
     assert capsys.readouterr().out == "megatron_ft: group 1: the control store is gone; a recovery waits for one\n"
-    commits(4)
-    commits(5)
+    verdicts.committed(4)
+    verdicts.committed(5)
     assert capsys.readouterr().out == "megatron_ft: group 1: step 4 was committed without the control store\n"
 
 

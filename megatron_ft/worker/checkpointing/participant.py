@@ -21,13 +21,12 @@ from typing import Any
 from megatron_ft import checkpoint
 from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache
 from megatron_ft.checkpoint.writer import place_of
-from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.core.protocol import signals
 from megatron_ft.engines.port import Engine
 from megatron_ft.errors import CheckpointError, FTError
 from megatron_ft.worker import registered_state
+from megatron_ft.worker.rank import Rank
 from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.state_checksum import StateCheck
 
@@ -44,19 +43,17 @@ def saved_key(voice: int, position: int) -> str:
 
 
 class CheckpointParticipant:
-    """``cost_s`` is the time that the last save took of the training thread, which calls ``take`` and ``decline``.
-    ``lost`` returns the reason why this rank waits for nothing any more, or ""."""
+    """``cost_s`` is the time that the last save took of the training thread, which calls ``take`` and ``decline``."""
 
-    def __init__(
-        self, env: RankEnvironment, agreement: CoordinationClient, registered: Registered, lost: Callable[[], str]
-    ) -> None:
-        self._registered, self._lost = registered, lost
-        self._group, self._position = env.group, env.position
-        self._directory = Path(env.config.fault_tolerance.checkpoint.directory)
-        self._agreement = agreement.clone()
+    def __init__(self, rank: Rank, registered: Registered) -> None:
+        settings = rank.env.config.fault_tolerance.checkpoint
+        self._rank, self._registered = rank, registered
+        self._group, self._position = rank.group, rank.position
+        self._directory = Path(settings.directory)
+        self._agreement = rank.agreement.clone()
         self._speaking = threading.Lock()
         self._saver = checkpoint.Saver()
-        self._replicas = ReplicaCache(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
+        self._replicas = ReplicaCache(self._directory, settings.memory_gb * GB)
         self.cost_s = 0.0
 
     def take(self, order: Saves, engine: Engine, states: StateCheck) -> None:
@@ -93,7 +90,7 @@ class CheckpointParticipant:
         """Return the reason why it cannot, if there is one."""
         deadline = time.monotonic() + _PATIENCE_S
         # This one is the last chance, e.g. after a planned last save that failed: it waits for the one before.
-        while order.last and self._saver.busy and not self._lost() and time.monotonic() < deadline:
+        while order.last and self._saver.busy and not self._rank.lost_because and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         self._saver.poll()
         if self._saver.busy:  # before the copy: memory for two may not be there
