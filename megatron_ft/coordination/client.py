@@ -57,6 +57,8 @@ class Claimant:
 class CoordinationClient:
     """One group's client, used by its training thread.
 
+    Large because it has a method for each thing that a group says or asks; all share the wait for a store that is away.
+
     Args:
         patience_s: the group ends when the store has been away for this number of seconds.
         claimant: given in a run that keeps a claim log. Every method raises ``Fenced`` then, once a claim leaves this

@@ -238,6 +238,8 @@ class Buckets(Sequence[Bucket]):
 class Bucketed:
     """The part of the ``Engine`` port that is the same in all engines.
 
+    Large because that port is: a protocol of a step with a method for each of its moments, which engines override.
+
     Args:
         model: the module whose buffers are kept equal in all groups (``engines.buffers``).
         parameters: its trainable parameters, in the order of the forward pass.

@@ -116,6 +116,8 @@ class _Group(Ranks, Store, Clock):
     ``counted`` is what the recovery lines of this step have counted. It is a set of possibilities, because a report does not
     tell whether a group was just about to reduce. ``recoveries`` are the lines it would write for the present view (none
     when it has only just joined). ``resumed``: whether it went on; None when the record does not tell.
+
+    Large because the loop has three ports, and one account of the record answers all of them.
     """
 
     def __init__(self, state: GroupState, past: _Past, committed: Callable[[GroupState, int], None]) -> None:

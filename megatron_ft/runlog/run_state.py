@@ -28,6 +28,8 @@ _RECENT = 50
 class RunState:
     """The state of a run by its record, whose lines :meth:`take` takes in their order.
 
+    Large because each attribute is what some lines tell, and lines change several of them at once.
+
     Args:
         groups: number of groups at the start. Default 0: groups are known from the first view on.
 

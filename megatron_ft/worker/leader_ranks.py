@@ -45,7 +45,10 @@ _RECOVERS = machine.Connect | machine.Transfer | machine.Follow | machine.AwaitV
 
 class LeaderRanks(Ranks):
     """The port ``Ranks``. ``dataset``: of the present step. ``last_save``, ``warm``: of a group that comes back, and when it
-    began to follow others."""
+    began to follow others.
+
+    Large because the port is: the loop has a method for each of its actions, and all act on the ranks of one group.
+    """
 
     def __init__(
         self, executor: GroupExecutor, placement: Placement, store: LeaderStore, first_view: View | None
@@ -118,7 +121,7 @@ class LeaderRanks(Ranks):
 
     async def compute(self) -> Sequence[machine.Computed]:
         """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
-        if self._local.computing.joint:
+        if self._local.computing.joint is not None:
             self._flush()
             return ()
         state = self._state

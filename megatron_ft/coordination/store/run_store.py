@@ -69,6 +69,8 @@ class _Memory:
 class ControlStore:
     """JSON values under string keys, all prefixed with the run id, so that two runs can never read each other's keys.
 
+    Large because it has a method for each operation on keys; all share the check that the store still remembers the run.
+
     Args:
         address: of the store, see :data:`Address`.
         run_id: id of the run; ``run/<run_id>`` is its marker.

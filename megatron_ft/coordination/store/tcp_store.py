@@ -48,6 +48,8 @@ _CONNECTING = threading.Lock()
 class TcpStore:
     """The port over a TCPStore. ``timeout_s`` bounds the store's silence in every call.
 
+    Large because it has a method for each operation of the port; all share one connection and its repair.
+
     Connecting counts, and torch asks the name server for the name of a numeric address: below 10 s a slow name server
     can look like a silent store, which passes with the next attempt.
 

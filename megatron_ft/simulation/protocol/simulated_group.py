@@ -52,7 +52,10 @@ class Pace:
 
 
 class Group(Process, ports.Ranks, ports.Store, ports.Clock):
-    """One incarnation of a group, from its seat to its end: the ports ``Ranks``, ``Store`` and ``Clock`` of its loop."""
+    """One incarnation of a group, from its seat to its end: the ports ``Ranks``, ``Store`` and ``Clock`` of its loop.
+
+    Large because the loop has three ports, and what one does is seen by the others at once, as in a real group.
+    """
 
     def __init__(
         self, cluster: Cluster, me: GroupId, view: View, pace: Pace, following: Following | None = None
