@@ -1,4 +1,4 @@
-"""Checkpoints: the writers of the parts, the period, the checkpoint to go on from, those to delete. Decisions only.
+"""Checkpoints: the writers of the parts, the period, their order, those to delete. Decisions only.
 
 A checkpoint is for failures that the groups cannot survive together: a wipe-out, a power cut, the end of the time that
 was allotted. Ranks of equal position hold the same state in all groups, so each of ``parts`` groups writes one part of it.
