@@ -9,9 +9,7 @@ from tests import support
 
 FIRST, SECOND = "get join poll result settimeout wait".split(), "acquire communicate wait_for".split()  # the timeout
 ELSEWHERE = "accept connect flock readline recv recv_fds recv_into recvfrom select waitid waitpid".split()
-OWN = (
-    "group rank crew client connector executor".split()
-)  # methods of these are the package's own: what waits is inside of them
+OWN = "group rank crew client connector executor".split()  # their methods are the package's own: what waits is inside
 UNLIMITED = """thread.join()|event.wait()|event.wait(timeout=None)|event.wait(1 if f else None)|a.wait(keys, None)|a.get()|
 job.result()|lock.acquire()|changed.wait_for(due)|process.communicate()|poll.poll(None)|end.accept()|end.settimeout(None)|
 socket.create_connection(where)|subprocess.run(command)|os.waitpid(pid, 0)|select.select([], [], [])|readable(end, None)|
