@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft.core.lifecycle import store_failover
+from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol import machine
 from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol import store_client
@@ -28,7 +29,9 @@ def _(patch):
     _change_proposals(patch, lambda state, action: replace(action, fence=()))
 
 
-@mutation("a view is written before those that it leaves out are fenced", "which does not come after it")
+@mutation(
+    "a view is written before those that it leaves out are fenced", "which does not come after it", range(180, 400)
+)
 def _(patch):
     only_what_follows(patch)
 
@@ -44,7 +47,7 @@ def _(patch):
     patch.setattr(Group, "fence", later)
 
 
-@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(2100, 2400))
+@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(880, 1000))
 def _(patch):
     only_what_follows(patch)
 
@@ -69,16 +72,7 @@ def _(patch):
     patch.setattr(Group, "fence", fence)
 
 
-@mutation("the log is not read for a view that needs no fence", "which claims had fenced", range(240, 400))
-def _(patch):
-    async def fence(self, proposal):
-        self.decided = len(self.client.world.disk.log)
-        return await FENCE(self, proposal) if proposal.fence else ()
-
-    patch.setattr(Group, "fence", fence)
-
-
-@mutation("fenced seats stay in a view", "which claims had fenced", range(300, 600))
+@mutation("fenced seats stay in a view", "which claims had fenced", range(5000, 5100))
 def _(patch):
 
     def reads(self, claim):
@@ -99,15 +93,11 @@ def _(patch):
 
 @mutation("a claim is made at any number", "claim 2 is made when 1 are there")
 def _(patch):
-    def take_over(self, reason):
-        claims = self.client.claims
-        if not self.claiming:
-            self.claiming = True
-            claim = store_failover.taken_over(claims[-1], self.host, self.world.new_store(self.host), reason)
-            later = replace(claim, number=claim.number + 1)
-            self.client.create(later, self.seats).then(lambda made: self.client.read().then(self._claimed))
+    async def take_over(self, last):
+        claim = store_failover.taken_over(last, self._me, self._here.serve(), "")
+        await self._here.create(replace(claim, number=claim.number + 1))
 
-    patch.setattr(Agent, "take_over", take_over)
+    patch.setattr(Succession, "take_over", take_over)
 
 
 @mutation("reports are put back and the view is not", "lives and ends: left out by claim", range(220, 400))
@@ -136,7 +126,7 @@ def _(patch):
     patch.setattr(store_client.Client, "_poll", lambda self: None)
 
 
-@mutation("hosts that are lost together outvote the last one", "lives and ends: group", range(180, 400))
+@mutation("hosts that are lost together outvote the last one", "lives and ends: group", range(400))
 def _(patch):
     patch.setattr(machine, "_cut_off", lambda state, silent=(): CUT_OFF(state))
 
@@ -145,7 +135,6 @@ def _change_proposals(patch, change):
     patch.setattr(machine, "_proposal", lambda state: tuple(change(state, action) for action in PROPOSAL(state)))
 
 
-FENCE = Group.fence
 READS = Group.reads
 KNOWS = Group.knows
 DIED = machine._died

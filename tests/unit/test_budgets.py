@@ -14,7 +14,7 @@ BUDGETS = {
     "core": 4660,
     "engines": 3730,
     "agent": 2970,
-    "simulation": 3230,
+    "simulation": 3450,
     "collectives": 2000,
     "coordination": 1820,
     "launchers": 1800,

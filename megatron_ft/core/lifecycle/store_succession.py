@@ -80,8 +80,8 @@ class Succession:
 
     def __init__(self, me: HostId, listener: Listener, here: Here) -> None:
         self._me, self._listener, self._here = me, listener, here
-        self._taken, self._looked = 0, here.now()
-        self._waited_s = self._read_at = self._silent_until = 0.0
+        self._taken, self._looked, self._waited_s = 0, here.now(), 0.0
+        self._read_at = self._silent_until = -float("inf")
 
     async def look(self) -> None:
         """Look once, and do what is due."""
@@ -145,5 +145,5 @@ class Succession:
         claims = self._here.claims
         new, self._taken = claims[self._taken :], len(claims)
         if new:
-            self._waited_s = self._silent_until = 0.0  # a store that was just claimed gets the same time
+            self._waited_s, self._silent_until = 0.0, -float("inf")  # a store that was just claimed gets the same time
             self._here.follow(new[-1])

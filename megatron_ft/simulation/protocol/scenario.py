@@ -32,6 +32,7 @@ class Fault:
     slow: its messages take ten times as long       lose: a third of all messages are lost
     store dies, store freezes: it comes back with what it held; where the store can fail over, it has forgotten all
     init hangs, abort hangs: the next of the group's device does       exits in init: the process does, the next time
+    hangs: its training thread does nothing, then goes on
 
     Where it can, these happen to hosts, each of which has an agent, one group at most, and perhaps the store; without a
     target, to the host of the newest claim:
@@ -40,6 +41,7 @@ class Fault:
     split: these hosts and the others do not hear each other, and all reach the disk
     host isolated: from all hosts, not the disk     successor dies: soon after it has taken the store over
     disk slow, away, away from all: a directory     claims race: these hosts claim the store for no reason
+    agent stops: the agent alone, then goes on
     """
 
     at: float
@@ -64,7 +66,8 @@ class Scenario:
     ``impure``: every group that comes back lacks something that only its script knows: its state differs ``before`` it
     enters, or ``after`` its first step of its own. Empty: none does.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
-    outlives everything."""
+    outlives everything.
+    ``rejoins``: agents start lost groups again; else the fault "start" does."""
 
     seed: int
     groups: int
@@ -82,6 +85,7 @@ class Scenario:
     slack: bool = False
     device: bool = False
     impure: str = ""
+    rejoins: bool = False
 
     def per_shard_at(self, step: int) -> int:
         """Return the number of microbatches in a shard of that step."""
@@ -171,7 +175,10 @@ GENTLE_ON_DEVICE = {"init hangs", "exits in init"}
 DEVICE_SHARE = 0.25
 """Share of the seeds in which groups have devices."""
 
-KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys() | set(ON_DEVICE))
+OF_AGENTS = ("agent stops", "hangs")
+"""Faults that only agents notice."""
+
+KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys() | set(ON_DEVICE) | set(OF_AGENTS))
 """Every value of ``Fault.kind``; a drawn "rack" becomes several faults."""
 
 
@@ -258,7 +265,7 @@ def draw_of(policy: str, seed: int) -> Scenario:
 def draw_fail_over(seed: int) -> Scenario:
     """The scenario of a seed in which the store can fail over: up to 4 groups, up to 2 spare hosts and up to 6 faults, half
     of them close upon another; in most of them the store's host is struck. In a fifth of them
-    groups are lost and come back.
+    groups are lost and come back. Up to 2 faults are of agents, and in two fifths agents start lost groups again.
     """
     rng = random.Random(f"fail-over {seed}")
     groups, spare = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([0, 0, 1, 2])
@@ -277,18 +284,25 @@ def draw_fail_over(seed: int) -> Scenario:
     at = rng.uniform(0, length)
     if rng.random() < 0.7:
         kind = "host dies" if weights is GENTLE_TO_HOSTS else rng.choice(["host dies", "host freezes", "host isolated"])
-        faults.append(Fault(at, kind, (), 0.0 if kind == "host dies" else rng.choice([8.0, 30.0, 60.0]) * rng.random()))
+        faults.append(
+            Fault(at, kind, (), 0.0 if kind == "host dies" else rng.choice([8.0, 60.0, 150.0]) * rng.random())
+        )
     if rng.random() < 0.2:
         faults += _coming_back(rng, rng.uniform(0, length), groups, weights is GENTLE_TO_HOSTS)
     for _ in range(rng.randint(0, 5)):
         at = at + rng.uniform(0, 8) if faults and rng.random() < 0.5 else rng.uniform(0, 1.3 * length)
         kind = rng.choices(list(weights), list(weights.values()))[0]
         faults += _host_fault(rng, kind, at, groups, scenario.hosts)
-    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+    rng = random.Random(f"agents {seed}")
+    for _ in range(0 if weights is GENTLE_TO_HOSTS else rng.choice([0, 1, 2])):
+        near = rng.choice(faults).at if faults and rng.random() < 0.7 else rng.uniform(0, length)
+        faults += _host_fault(rng, rng.choice(OF_AGENTS), max(0.0, near + rng.uniform(-5, 5)), groups, scenario.hosts)
+    rejoins = rng.random() < 0.4
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)), rejoins=rejoins)
 
 
 def _host_fault(rng: random.Random, kind: str, at: float, groups: int, hosts: tuple[int, ...]) -> list[Fault]:
-    lasts = rng.choice([rng.uniform(0.1, 5), rng.uniform(5, 60)])
+    lasts = rng.choice([rng.uniform(0.1, 5), rng.uniform(5, 150)])
     match kind:
         case "host dies":
             return [Fault(at, kind, rng.choice([(), (rng.choice(hosts),)]))]
@@ -296,6 +310,10 @@ def _host_fault(rng: random.Random, kind: str, at: float, groups: int, hosts: tu
             return [Fault(at, kind)]
         case "host freezes" | "host isolated":
             return [Fault(at, kind, rng.choice([(), (rng.choice(hosts),)]), lasts)]
+        case "agent stops":
+            return [Fault(at, kind, (rng.choice(hosts),), lasts)]
+        case "hangs":
+            return [Fault(at, kind, (rng.randrange(groups),), lasts)]
         case "split":
             return [Fault(at, kind, tuple(sorted(rng.sample(hosts, len(hosts) // 2))), lasts)]
         case "disk away" | "disk slow":

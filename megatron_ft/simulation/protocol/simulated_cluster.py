@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ft.core.exactness import verification
-from megatron_ft.core.lifecycle import checkpoint_protocol, last_state, store_failover
+from megatron_ft.core.lifecycle import checkpoint_protocol, group_returns, last_state, store_failover
 from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.machine import Job
@@ -25,8 +25,9 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling import policies
+from megatron_ft.errors import RunStopped, StartOver, WipedOut
 from megatron_ft.runlog import invariants, lineage
-from megatron_ft.simulation.protocol.kernel import Kernel
+from megatron_ft.simulation.protocol.kernel import Kernel, Thread
 from megatron_ft.simulation.protocol.network import STORE, Network
 from megatron_ft.simulation.protocol.returning_group import RANKS, Following, Outcome
 from megatron_ft.simulation.protocol.scenario import (
@@ -89,7 +90,12 @@ def play(scenario: Scenario) -> History:
         violations.append(f"core or shell asserts: {error}")
     check = lineage.check if scenario.fails_over else invariants.check_commits
     violations += check(cluster.lines) + invariants.check_deaths(cluster.lines)
-    gentle = GENTLE_TO_HOSTS.keys() | GENTLE_ON_DEVICE if scenario.fails_over else GENTLE.keys() | set(ON_DEVICE)
+    violations += [line["what"] for line in cluster.lines if line["event"] == "wrong"]
+    gentle = (
+        GENTLE_TO_HOSTS.keys() | GENTLE_ON_DEVICE | {"claims race"}
+        if scenario.fails_over
+        else GENTLE.keys() | set(ON_DEVICE)
+    )
     if all(fault.kind in gentle for fault in scenario.faults):
         check = lineage.check_nobody_ends if scenario.fails_over else invariants.check_nobody_left_out
         violations += check(cluster.lines)
@@ -262,7 +268,15 @@ class Cluster:
             self._gone(group)
             return
         self._gone(group)
-        self._tell_end(group.me, group.incarnation, "stopped by itself")
+        kind = WipedOut if state.wiped_out else StartOver if state.following else RunStopped
+        self._tell_end(group.me, group.incarnation, "stopped by itself", kind.exit_code)
+
+    def dropped(self, seat: tuple[GroupId, int]) -> None:
+        """Its agent ends the process, which has been given up, for the next start of the group."""
+        group = self.groups[seat]
+        told = {"reason": "its agent starts the group again", "synced": False, "wiped_out": False}
+        group.record("stop", epoch=group.epoch, **told)
+        self._gone(group)
 
     def look_for_end(self) -> None:
         """The history is over when no group is left, or every living group is done."""
@@ -298,9 +312,11 @@ class Cluster:
         self.look_for_end()
 
     def replaced(self, group: Group, reason: str) -> None:
-        """The process ends because it cannot go on; its launcher starts another in a while."""
+        """The process ends because it cannot go on; its agent, or where it does not start groups again, its launcher
+        starts another in a while."""
         self.stopped(group, reason, group.epoch)
-        self.kernel.after(self.rng.uniform(1.0, 10.0), partial(self._start, group.me))
+        if not self.scenario.rejoins:
+            self.kernel.after(self.rng.uniform(1.0, 10.0), partial(self._start, group.me))
 
     def exits(self, group: Group, why: str = "") -> None:
         """The process ends without a word, at this moment. ``why``: the fault that does it."""
@@ -310,16 +326,17 @@ class Cluster:
         self._gone(group)
         self._tell_end(group.me, group.incarnation, "killed")
 
-    def _tell_end(self, me: GroupId, incarnation: int, detail: str) -> None:
-        """An agent saw the process end, or another process believes it did."""
-        ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
+    def _tell_end(self, me: GroupId, incarnation: int, detail: str, code: int | None = None) -> None:
+        """An agent saw the process end, or another process believes it did. ``code``: None for one that was killed."""
+        signal = None if code is not None else "SIGKILL"
+        ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", signal, code, detail), incarnation)
         delay = self.rng.uniform(0.05, 3.0)
         if self.hosts is None:
             client = Plain(self.store, me, lambda: False)
             self.kernel.after(delay, lambda: client.call(lambda store: store.append(ended)))
         elif me in self.hosts.agents:
             agent = self.hosts.agents[me]
-            self.kernel.after(delay, lambda: agent.client.awake(lambda: agent.say(ended)))
+            self.kernel.after(delay, lambda: agent.client.awake(lambda: agent.announce(ended)))
 
     def host_dies(self, host: int) -> None:
         self.record("fault", what=f"at {self.kernel.now:.2f}: host dies {host}")
@@ -377,6 +394,17 @@ class Cluster:
         seeker.client = self.client(me, seeker)
         self._seek(me, seeker)
 
+    def start_again(self, start: group_returns.Start) -> None:
+        """An agent starts a group again."""
+        self._start(start.group)
+        started = self.seekers.get(start.group)
+        assert started and started.incarnation == start.incarnation, f"{start} is made while the group lives"
+
+    def begun(self, group: GroupId, incarnation: int) -> bool:
+        """Return whether that start has had a part in a committed step."""
+        seat = {"group": group, "incarnation": incarnation}
+        return any(line["event"] == "commit" and seat.items() <= line.items() for line in self.lines)
+
     def _seek(self, me: GroupId, seeker: Seeker) -> None:
         """Let a joining group ask for a state or for membership, at intervals, until it is a member."""
         if seeker.gone or self.over:
@@ -385,13 +413,13 @@ class Cluster:
             self.kernel.at(seeker.frozen_until, lambda: self._seek(me, seeker))
             return
         if seeker.fenced:
-            self._kill_seeker(me, seeker.fenced)
+            self._kill_seeker(me, seeker.fenced, RunStopped.exit_code)
             return
         following, now = seeker.following, self.kernel.now
         if following is not None and following.asked is not None:
             self.advance(following)
             if now > following.asked + SEAT_PATIENCE:
-                self._kill_seeker(me, "gives up")
+                self._kill_seeker(me, "gives up", StartOver.exit_code)
             elif following.lost:
                 seeker.lost_since = now if seeker.lost_since is None else seeker.lost_since
                 self._look_at_members(me, seeker, lambda: self._await_fate(me, seeker))
@@ -455,9 +483,9 @@ class Cluster:
             fate = last_state.fate(members, me, held.donors)
             if fate == "lost":
                 self._save_last(me, seeker.incarnation, held, view.epoch)
-                self._kill_seeker(me, "has saved the last state")
+                self._kill_seeker(me, "has saved the last state", WipedOut.exit_code)
             elif fate == "goes on" and seeker.lost_since is not None:
-                self._kill_seeker(me, "gives up")
+                self._kill_seeker(me, "gives up", StartOver.exit_code)
             else:
                 otherwise()
 
@@ -468,7 +496,7 @@ class Cluster:
         """The notices may be on their way, and so may the view with its seat."""
         assert seeker.lost_since is not None
         if self.kernel.now > seeker.lost_since + FATE_PATIENCE:
-            self._kill_seeker(me, "gives up")
+            self._kill_seeker(me, "gives up", StartOver.exit_code)
         else:
             self._look_for_seat(me, seeker)
 
@@ -515,11 +543,11 @@ class Cluster:
         assert seeker.client is not None
         seeker.client.call(find).then(answer)
 
-    def _kill_seeker(self, me: GroupId, how: str) -> None:
+    def _kill_seeker(self, me: GroupId, how: str, code: int | None = None) -> None:
         seeker = self.seekers.pop(me)
         seeker.gone = True
         self.record("dead", group=me, incarnation=seeker.incarnation)
-        self._tell_end(me, seeker.incarnation, f"{how} before it had a seat")
+        self._tell_end(me, seeker.incarnation, f"{how} before it had a seat", code)
         self.look_for_end()
 
     # --- faults -------------------------------------------------------------------------------------------------------
@@ -533,10 +561,14 @@ class Cluster:
         match fault.kind, fault.targets:
             case (("kill" | "vanish"), (me,)):
                 self._kill(me, noticed=fault.kind == "kill")
+            case "start", (me,) if self.hosts is not None and self.scenario.rejoins:
+                self.hosts.boot(me)  # an agent starts its group by itself
             case "start", (me,):
                 self._start(me)
             case "freeze", (me,) if group is not None:
                 group.freeze(until)
+            case "hangs", (me,) if group is not None:
+                group.hang(until)
             case "accuse", (me,) if group is not None:
                 self._accuse(group)
             case "break", (me,) if group is not None:
@@ -588,7 +620,10 @@ class Cluster:
             case "claims race":
                 for host in fault.targets:
                     if hosts.runs(host):
-                        hosts.agents[host].take_over("it was told to")
+                        agent = hosts.agents[host]
+                        Thread(agent.succession.take_over(agent.claims[-1])).start()
+            case "agent stops" if target in hosts.agents:
+                hosts.agents[target].stop(until)
 
     def _accuse(self, group: Group) -> None:
         """All groups are told that it is dead; it is not."""
@@ -596,7 +631,7 @@ class Cluster:
             self._tell_end(group.me, group.incarnation, "taken for dead")
         elif group.me in self.hosts.agents:
             said = signals.RankUnresponsive(group.me, 0, 0, f"host{group.me}", "is taken for dead", group.incarnation)
-            self.hosts.agents[group.me].say(said)
+            self.hosts.agents[group.me].announce(said)
 
 
 def _job(scenario: Scenario, first: int = 0) -> Job:

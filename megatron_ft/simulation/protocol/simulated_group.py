@@ -21,10 +21,10 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from megatron_ft import codec
-from megatron_ft.core.detection import state_divergence
+from megatron_ft.core.detection import rank_health, state_divergence
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.core.protocol import machine, ports, signals
+from megatron_ft.core.protocol import group_locations, machine, ports, signals
 from megatron_ft.core.protocol.ports import Broken, News
 from megatron_ft.core.protocol.shell import Shell
 from megatron_ft.runlog import invariants, lineage
@@ -73,7 +73,8 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
         self.gone = False
         self.epoch = view.epoch
         """That of the view that it follows, or is about to."""
-        self.frozen_until = 0.0
+        self.frozen_until = self.hung_until = 0.0
+        self.phase: rank_health.Phase = "waiting"
         self.followers: list[tuple[Donor, Following]] = []
         self.client: Client | Plain  # given by the cluster before :meth:`start`
         self.read = 0
@@ -91,7 +92,7 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
         self._broken = ""
         self.device = Device(self) if cluster.scenario.device else None
         self._nudge: Future | None = None
-        self._heard = 0
+        self._heard, self._places = 0, group_locations.GroupLocations()
         self._since = view.epoch
         self._orders: list[checkpoint_protocol.Saves] = []
         self._thread = Thread(self._train())
@@ -136,9 +137,19 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
         self._thread.suspend()
         self.cluster.kernel.at(self.frozen_until, self._thaw)
 
+    def hang(self, until: float) -> None:
+        """The training thread does nothing until then; what arrives is heard."""
+        self.hung_until = max(until, self.hung_until)
+        self._thread.suspend()
+        self.cluster.kernel.at(self.hung_until, self._thaw)
+
     @property
     def frozen(self) -> bool:
         return self.cluster.kernel.now < self.frozen_until
+
+    @property
+    def hung(self) -> bool:
+        return self.cluster.kernel.now < self.hung_until
 
     def _thaw(self) -> None:
         if self.gone or self.frozen:
@@ -146,7 +157,8 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
         waiting, self._backlog = self._backlog, []
         for notice in waiting:
             self._on_notice(notice)
-        self._thread.resume()
+        if not self.hung:
+            self._thread.resume()
 
     # --- hearing ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +178,9 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
         if self.frozen:
             self._backlog.append(notice)
             return
-        self._take_in(cast(machine.Event, signals.classify(notice)))
+        self._places, verdicts = group_locations.apply(self._places, notice)
+        for verdict in verdicts:
+            self._take_in(cast(machine.Event, verdict))
 
     def _take_in(self, event: machine.Event) -> None:
         self._inbox.append(event)
@@ -222,7 +236,9 @@ class Group(Process, ports.Ranks, ports.Store, ports.Clock):
 
     async def compute(self) -> Sequence[machine.Computed]:
         microbatch = self.state.todo[0]
+        self.phase = "working"
         await self.sleep(self.pace.compute)
+        self.phase = "waiting"
         digest_only = microbatch in self.state.digest_only
         if not digest_only:
             self._add(microbatch)
