@@ -28,7 +28,6 @@ PAGES = sorted(
         ROOT / "slurm" / "README.md",
     ]
 )
-NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 PACKAGES = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
 MODULES = {path.stem: path for path in PACKAGE.rglob("*.py") if path.stem != "session"}  # the object of a script
 SETTINGS = {"checkpoint.directory", "data.batch"}  # of the config, and of DeepSpeed's engine
@@ -50,16 +49,14 @@ def quoted(page: Path) -> set[str]:
     return {token.partition("(")[0] for token in re.findall(r"`([^`\n]+)`", prose(page))}
 
 
-@NAMED
-def test_links_lead_to_files(page):
+def broken_links(page):
     targets = [
         target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target
     ]
-    assert [target for target in targets if target and not (page.parent / target).exists()] == []
+    return [target for target in targets if target and not (page.parent / target).exists()]
 
 
-@NAMED
-def test_files_exist(page):
+def missing_files(page):
     """A path is relative to the repository, to the package or to the page. One with a placeholder names no single file."""
     paths = {token for token in quoted(page) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*(\.(py|sbatch)|/)", token)}
     places = (ROOT, PACKAGE, page.parent)
@@ -75,7 +72,7 @@ def test_files_exist(page):
         "train.py",
         "pretrain_gpt.py",
     }  # of a run or a user
-    assert [path for path in sorted(paths - written) if not any((place / path).exists() for place in places)] == []
+    return [path for path in sorted(paths - written) if not any((place / path).exists() for place in places)]
 
 
 def test_the_caption_of_the_first_picture_says_what_its_record_says():
@@ -90,8 +87,7 @@ def test_the_caption_of_the_first_picture_says_what_its_record_says():
     ]
 
 
-@NAMED
-def test_modules_exist(page):
+def missing_modules(page):
     names = {token for token in quoted(page) if re.fullmatch(r"(megatron_ft\.)?\w+(\.\w+)+", token)}
     missing = []
     for name in sorted(names):
@@ -104,24 +100,27 @@ def test_modules_exist(page):
             parts[:1] = MODULES[parts[0]].relative_to(PACKAGE).with_suffix("").parts
         if parts[0] in PACKAGES and not resolves(parts):
             missing.append(name)
-    assert missing == []
+    return missing
 
 
 SOURCES = sorted(path for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.py"))
 DEEPSPEED = PACKAGE / "engines" / "deepspeed"  # imports a package ``runtime`` of DeepSpeed's
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_and_comments_name_modules_that_exist(source):
-    """``runtime`` and ``bootstrap.py`` are gone."""
+def test_docstrings_and_comments_name_modules_that_exist():
+    assert {path.relative_to(ROOT): found for path in SOURCES if (found := gone(path))} == {}
+
+
+def gone(source):
+    """Return what a source names and does not exist: ``runtime`` and ``bootstrap.py``, say."""
     text = text_of(source)
     names = set(re.findall(r"``(?:megatron_ft\.)?(\w+(?:\.\w+)+)", text)) - {"config.json"}
     of_the_package = [name.split(".") for name in names if name.split(".")[0] in PACKAGES and name not in SETTINGS]
-    assert [name for name in of_the_package if not resolves(name)] == []
+    found = [".".join(name) for name in of_the_package if not resolves(name)]
     if source.parent != DEEPSPEED and source != Path(__file__):
-        assert re.findall(r"(?<![\w.])runtime\.[a-z]\w*", text) == []
+        found += re.findall(r"(?<![\w.])runtime\.[a-z]\w*", text)
     named = re.findall(r"""with_name\("(\w+\.py)"\)""", text)
-    assert [name for name in named if not source.with_name(name).exists()] == []
+    return found + [name for name in named if not source.with_name(name).exists()]
 
 
 def resolves(parts: list[str]) -> bool:
@@ -153,8 +152,7 @@ def settings_of(section: type) -> dict[str, dict]:
     return found
 
 
-@NAMED
-def test_settings_exist(page):
+def unknown_settings(page):
     known = settings_of(schema.FaultToleranceConfig)
     unknown = []
     for token in sorted(quoted(page)):
@@ -164,14 +162,19 @@ def test_settings_exist(page):
         setting = parts[0] in PARTS and len(parts) == 2 and parts[1].islower() and parts[1] != "py"
         if setting and parts[1] not in known[parts[0]]:
             unknown.append(token)
-    assert unknown == []
+    return unknown
 
 
-@NAMED
-def test_configs_are_valid(page):
+@pytest.mark.parametrize("missing", [broken_links, missing_files, missing_modules, unknown_settings])
+def test_what_a_page_names_exists(missing):
+    assert {page.relative_to(ROOT): found for page in PAGES if (found := missing(page))} == {}
+
+
+def test_configs_are_valid():
     """Every example with a ``fault_tolerance`` section is valid; one may be part of a config, without the outer
     braces."""
-    for block in re.findall(r"```json\n(.*?)```", text_of(page), flags=re.DOTALL):
+    blocks = [block for page in PAGES for block in re.findall(r"```json\n(.*?)```", text_of(page), flags=re.DOTALL)]
+    for block in blocks:
         raw = json.loads(block if block.lstrip().startswith("{") else f"{{{block}}}")
         if "fault_tolerance" in raw:
             section = {

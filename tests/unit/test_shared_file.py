@@ -90,13 +90,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_has_an_atomic_write_of_its_own(path):
-    if str(path.relative_to(PACKAGE)) in MOVES:
-        return
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    names = [call.attr for call in calls if isinstance(call, ast.Attribute) and getattr(call.value, "id", "") == "os"]
-    assert not {"replace", "rename", "link"} & set(names), "use ``utils.shared_file``"
+def test_no_module_has_an_atomic_write_of_its_own():
+    for path in {str(one.relative_to(PACKAGE)) for one in PACKAGE.rglob("*.py")} - set(MOVES):
+        calls = [call.func for call in calls_in(PACKAGE / path)]
+        names = {call.attr for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "os"}
+        assert not {"replace", "rename", "link"} & names, f"{path}: use ``utils.shared_file``"
+
+
+def calls_in(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 
 
 # --- hostile directories ----------------------------------------------------------------------------------------------
@@ -350,9 +352,10 @@ def opens_for_writing(call: ast.Call) -> bool:
     return name in _WRITES
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_one_module_opens_files_for_writing(path):
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    found = [ast.unparse(call) for call in calls if opens_for_writing(call)]
-    expected = str(path.relative_to(PACKAGE)) in OPENS
-    assert bool(found) == expected, f"{found}: use ``utils.shared_file``, or say in OPENS which files these are"
+def test_one_module_opens_files_for_writing():
+    for path in PACKAGE.rglob("*.py"):
+        found = [ast.unparse(call) for call in calls_in(path) if opens_for_writing(call)]
+        expected = str(path.relative_to(PACKAGE)) in OPENS
+        assert bool(found) == expected, (
+            f"{path}, {found}: use ``utils.shared_file``, or say in OPENS which files these are"
+        )
