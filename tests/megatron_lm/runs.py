@@ -103,10 +103,18 @@ class Said:
                 assert where.setdefault(key, values) == values, f"{key} is logged with {where[key]} and {values}"
 
 
+def _all(own: Sequence[object]) -> list[object]:
+    """Return :data:`MODEL` and ``own``, without ``--global-batch-size`` where Megatron refuses it."""
+    words = [*MODEL, *own]
+    while "--step-batch-size-schedule" in words and (batch := "--global-batch-size") in words:
+        del words[words.index(batch) : words.index(batch) + 2]
+    return words
+
+
 def plain(megatron: Path, ranks: int, *own: object, script: Path = SCRIPT) -> Said:
     """Run plain Megatron with that number of ranks to its end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    words = [*map(str, (*torchrun, script, *MODEL, *own))]
+    words = [*map(str, (*torchrun, script, *_all(own)))]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     done = subprocess.run(words, env=environment(megatron), timeout=support.TIMEOUT_S, **pipes)
     assert done.returncode == 0, done.stdout
@@ -137,7 +145,7 @@ def start(
     launch += ["--megatron-lm", "--preload", "megatron.training.training", *extra, script, "--"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     env = {**environment(megatron), **injection_points.to_env(list(holds))}
-    process = subprocess.Popen(support.command(*launch, *MODEL, *own), **pipes, env=env)
+    process = subprocess.Popen(support.command(*launch, *_all(own)), **pipes, env=env)
     # Megatron prints 600 lines of arguments; a test that waits for an event reads them later.
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
     support.started.append(process)

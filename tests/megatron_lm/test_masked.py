@@ -25,8 +25,9 @@ LAYOUTS = {
     "PP2, virtual stages": (
         *(2, 2, "--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1),
     ),
-    "TP2, sequence parallel, per token": (
+    "TP2, sequence parallel, per token, growing batch": (
         *(2, 2, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--calculate-per-token-loss"),
+        *("--step-batch-size-schedule", "0:8 80:16 240:24", "--eval-global-batch-size", 24),
     ),
     "CP2": (2, 2, "--context-parallel-size", 2),
 }
@@ -59,7 +60,7 @@ def test_all_that_is_logged_is_what_plain_megatron_logs(tmp_path, megatron, layo
     saves = (*saves, "--tensorboard-dir", tmp_path / "found")
     gate = support.Gate(tmp_path, slowly=50, script=runs.SCRIPT)
     options = {"groups": groups, "script": gate.script, "rejoin": REJOIN, "detector": STOPPED}
-    if layout is not LAYOUTS["DP"]:
+    if "--calculate-per-token-loss" not in division and layout is not LAYOUTS["DP"]:
         options["reduction"] = "exact"
     hold = Breakpoint(1, 3, "backward", after=1, position=last)
     lost = runs.start(tmp_path / "run", megatron, ranks, *own, *saves, holds=[hold], **options)
