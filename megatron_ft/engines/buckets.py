@@ -297,6 +297,11 @@ class Bucketed:
     def tail(self, bucket: int) -> int:
         return self._buckets[bucket].tail
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """The grid of exact reduction; None without."""
+        return self._rounding
+
     def exact(self, bucket: int) -> ExactBucket | None:
         return None if self._rounding is None else self._rounding.buckets[bucket]
 

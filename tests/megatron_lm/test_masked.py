@@ -60,7 +60,7 @@ def test_all_that_is_logged_is_what_plain_megatron_logs(tmp_path, megatron, layo
     saves = (*saves, "--tensorboard-dir", tmp_path / "found")
     gate = support.Gate(tmp_path, slowly=50, script=runs.SCRIPT)
     options = {"groups": groups, "script": gate.script, "rejoin": REJOIN, "detector": STOPPED}
-    if "--calculate-per-token-loss" not in division and layout is not LAYOUTS["DP"]:
+    if layout is not LAYOUTS["DP"]:
         options["reduction"] = "exact"
     hold = Breakpoint(1, 3, "backward", after=1, position=last)
     lost = runs.start(tmp_path / "run", megatron, ranks, *own, *saves, holds=[hold], **options)

@@ -43,6 +43,13 @@ _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 _CARRIED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Counters among Megatron's arguments that move with the iterations."""
 
+_GRIDS = "megatron_ft_grids"
+"""Argument of Megatron's that keeps, in its checkpoints, the grid of each rank, which exact reduction goes on with."""
+_DIVISION = (
+    *("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+"""Arguments on which the grid of a rank depends."""
 _PROBE_BYTES = 1 << 20
 """Size of a file that is written to find out why a save failed, or before it begins."""
 
@@ -83,6 +90,7 @@ class Loop:
         self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
         self._begun: list[int] = []  # those that this group has begun to save there
         self._total_losses: dict[str, Any] = {}
+        self._grids: Sequence[Mapping[str, Any]] | None = None  # of the checkpoint that was loaded
 
     def install(self) -> None:
         """Replace the functions."""
@@ -142,8 +150,7 @@ class Loop:
             self._made += [Source(None, self._deal(args.micro_batch_size)) for _ in range(count + 2)]
         train, *valid, test = made = self._made[before:]
         for source in made:  # all ranks of the group compare the same
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, (source.describe(), source.position))
+            told = _of_all((source.describe(), source.position))
             source.fingerprint, source.position = next((one for one in told if one[0] is not None), told[0])
         if args.full_validation:
             raise EngineError("--full-validation is not supported; leave it out, and set --eval-iters")
@@ -175,6 +182,8 @@ class Loop:
             reads=source.reads,
             schedule=self._schedule(options),
         )
+        if self._grids is not None:
+            self._engine.rounding.load(self._grids[dist.get_rank()])
         here = {"iteration": args.iteration, **{name: getattr(args, name) for name in _CARRIED}}
         self._started = session.constant("megatron_lm", here)
         self._skips = sorted(
@@ -466,10 +475,8 @@ class Loop:
                 sums[f"{name} d"] = sums.get(f"{name} d", 0.0) + below
         mpu = self._module.mpu
         counts = mpu.get_tensor_model_parallel_rank() == 0  # the others have the same
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sums if counts else {})
         whole: dict[str, float] = {}
-        for one in everyone:
+        for one in _of_all(sums if counts else {}):
             for name, value in one.items():
                 whole[name] = whole.get(name, 0.0) + value
         return whole
@@ -483,6 +490,8 @@ class Loop:
         can, training goes on; after the last iteration it ends with ``CheckpointError``."""
         args, save = self._args, partial(original, iteration, *arguments, **options)
         last = iteration >= args.train_iters or self._ends
+        if self._engine.rounding is not None:
+            setattr(args, _GRIDS, _of_all(self._engine.rounding.state()))
         if args.async_save and not last:
             self._saving = iteration, self._session.live[0]
             if self._session.group == self._session.live[0]:
@@ -571,7 +580,16 @@ class Loop:
         """Load Megatron's checkpoint, unless this group gets its state from others or from a checkpoint of the session."""
         if self._session.gets_state:
             return 0, 0
-        return original(*arguments, **options)
+        iteration, *others = original(*arguments, **options)
+        args = self._args
+        if iteration and self._session.config.exact_bits and args.ckpt_format == "torch_dist":
+            from megatron.core.dist_checkpointing import load_common_state_dict
+
+            path = Path(args.load, f"iter_{iteration:07d}")
+            saved = load_common_state_dict(str(path))["args"] if path.is_dir() else None
+            if all(getattr(saved, name, None) == getattr(args, name, None) for name in _DIVISION):
+                self._grids = getattr(saved, _GRIDS, None)
+        return iteration, *others
 
 
 def _source(iterator: Source | Sequence[Source]) -> Source:
@@ -579,6 +597,13 @@ def _source(iterator: Source | Sequence[Source]) -> Source:
     if isinstance(iterator, Source):
         return iterator
     return next((one for one in iterator if one.reads), iterator[0])
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Return the values of all ranks of the group."""
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
 
 
 def _of_first(value: Callable[[], str]) -> str:
