@@ -46,6 +46,13 @@ def test_a_busy_host_is_given_more_time_and_that_is_forgotten():
     assert silence(heard(busy, [BEAT] * 2000)) == pytest.approx(LEAST + BEAT, abs=0.15)
 
 
+def test_gaps_that_grow_do_not_let_a_silence_last_for_ever():
+    """Each is shorter than three times the one before, so none of them counts as an outage."""
+    peer = heard(Peer(), [BEAT * 2.5**n for n in range(6)])
+    assert peer.longest_s > 9.0 and not peer.lost
+    assert silence(heard(peer, [2.5 * peer.longest_s])) == pytest.approx(30.0 + BEAT, abs=0.15)
+
+
 def test_a_host_that_was_never_heard_is_given_time_to_begin_and_that_is_not_learned():
     assert silence(listen(Peer(), 0, 0.0, LEAST)) == pytest.approx(FIRST_S + BEAT, abs=0.15)
     peer = heard(listen(Peer(), 0, 0.0, LEAST), [10.0, *[BEAT] * 5])

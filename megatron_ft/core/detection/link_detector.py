@@ -27,6 +27,8 @@ LISTEN_S = 0.25
 FIRST_S = 30.0
 """Least time in seconds for which the first beat of a host is awaited."""
 _FACTOR = 3.0
+_MOST_S = 30.0
+"""The limit of a silence grows no further, however slowly the gaps of a link have grown."""
 _GAP_FORGOTTEN = 0.999
 """The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
 
@@ -70,8 +72,9 @@ class Peer:
     lost: bool = False
 
     def timeout_s(self, least_s: float) -> float:
-        """Return the seconds a silence may last: three times the longest remembered gap, and at least ``least_s``."""
-        return max(least_s, _FACTOR * self.longest_s) if self.beats else max(least_s, FIRST_S)
+        """Return the seconds a silence may last: three times the longest remembered gap, but at most 30 s, and at least
+        ``least_s``."""
+        return max(least_s, min(_FACTOR * self.longest_s, _MOST_S) if self.beats else FIRST_S)
 
 
 def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
