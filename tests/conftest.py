@@ -23,6 +23,8 @@ from tests import launches, support
 _DURATIONS = Path(__file__).parent / "durations.json"
 _RECORDED_S = 1.0
 """Shorter tests are left out of the record."""
+_SLOW_S = 2.0
+"""Tests of ``tests/unit`` that have taken as long are marked slow, as those are whose seconds depend on ``--long``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,9 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {_DURATIONS.name} anew")
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests that ``--long`` does not name, and begin with the modules whose tests take longest, so that
     no worker still has a long test when the others have none."""
+    took = json.loads(_DURATIONS.read_text())
+    for item in items:
+        if took.get(item.nodeid, 0.0) >= _SLOW_S:
+            item.add_marker("slow")
     which = config.getoption("--long")
     long = sorted(item.nodeid for item in items if item.get_closest_marker("long"))
     if which == "none":
@@ -45,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unplayed = set(long) - played
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in unplayed])
     longest: dict[str, float] = defaultdict(float)
-    for test, seconds in json.loads(_DURATIONS.read_text()).items():
+    for test, seconds in took.items():
         module = test.partition("::")[0]
         longest[module] = max(longest[module], seconds)
     items[:] = sorted(
