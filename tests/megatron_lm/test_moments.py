@@ -60,6 +60,10 @@ Session.train_step = train_step
 KILLS = {
     "a rank that writes": (f"once({WRITES}, lambda: kill(os.getpid()))", ()),
     "a rank whose checkpoint is written in the background": (f"once({BEGINS}, lambda: kill(os.getpid()))", BACKGROUND),
+    "a process that writes in the background": (
+        f"import multiprocessing; once({BEGINS}, lambda: [kill(one.pid) for one in multiprocessing.active_children()])",
+        BACKGROUND,
+    ),
     "a rank that builds index caches": (
         "once(gpt_dataset.MockGPTDataset, '__init__', same, lambda: kill(os.getpid()))",
         (),
@@ -95,7 +99,7 @@ def test_a_process_dies_between_two_iterations(tmp_path, megatron, reference, ki
     run = _start(tmp_path, megatron, _ONCE.format(marker=str(tmp_path / "killed")) + change, *own)
     said = runs.said(run)
     assert (tmp_path / "killed").exists()
-    assert runs.differences(reference, said, run) == [], run.logs()
+    assert runs.differences(reference, said) == [], run.logs()
     newest, found = _saved(tmp_path)
     assert (len(run.live), run.events("checkpoint_failed")) == (1, [])
     assert newest == "12" and found[-2:] == ["iter_0000010", "iter_0000012"]
@@ -105,7 +109,7 @@ def test_a_process_dies_between_two_iterations(tmp_path, megatron, reference, ki
 def test_training_goes_on_when_no_group_can_write_and_the_cause_is_said(tmp_path, megatron, reference):
     run = _start(tmp_path, megatron, _CANNOT_WRITE)
     said = runs.said(run)
-    assert runs.differences(reference, said, run) == [], run.logs()
+    assert runs.differences(reference, said) == [], run.logs()
     (failed,) = run.events("checkpoint_failed")
     assert (
         failed["step"] == 5 and "iteration 5: writing to " in failed["reason"] and "File too large" in failed["reason"]

@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
+from multiprocessing import active_children, connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from megatron_ft.integrations.megatron_lm.samples import Deal, Source
 from megatron_ft.integrations.megatron_lm.writers import Writers
 from megatron_ft.types import given
 from megatron_ft.utils import durable_file, shared_file
+from megatron_ft.utils.vital_thread import VitalThread
 from megatron_ft.worker.session import Session
 
 _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
@@ -89,6 +93,7 @@ class Loop:
         self._flops, self._flops_shift, self._ends = 0, 0, False  # the shift: what train() does not count itself
         self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
         self._begun: list[int] = []  # those that this group has begun to save there
+        self._watched: set[BaseProcess] = set()
         self._total_losses: dict[str, Any] = {}
         self._grids: Sequence[Mapping[str, Any]] | None = None  # of the checkpoint that was loaded
 
@@ -184,6 +189,7 @@ class Loop:
         )
         if self._grids is not None:
             self._engine.rounding.load(self._grids[dist.get_rank()])
+        self._watch_savers()
         here = {"iteration": args.iteration, **{name: getattr(args, name) for name in _CARRIED}}
         self._started = session.constant("megatron_lm", here)
         self._skips = sorted(
@@ -497,6 +503,7 @@ class Loop:
             if self._session.group == self._session.live[0]:
                 self._begun.append(iteration)
                 save()  # begins it; Megatron names the checkpoint when it is complete
+                self._watch_savers()
             return
         self._module.maybe_finalize_async_save(blocking=True)
         directory, name = Path(args.save), f"iter_{iteration:07d}"
@@ -539,6 +546,22 @@ class Loop:
             )
         if failed and self._session.group == self._session.live[0]:
             self._say_not_saved(iteration, failed)
+
+    def _watch_savers(self) -> None:
+        """End this rank if a process that saves for it is killed: Megatron would wait for it without end. Another group
+        saves then."""
+
+        def watch(process: BaseProcess) -> None:
+            connection.wait([process.sentinel])  # no limit: in a thread of its own, which nobody waits for
+            if (process.exitcode or 0) == -SIGKILL:
+                raise EngineError(
+                    "a process that saves this rank's checkpoints in the background was killed; if the machine had no "
+                    "memory for it, leave out --async-save"
+                )
+
+        for process in set(active_children() if self._args.async_save else ()) - self._watched:
+            self._watched.add(process)
+            VitalThread(watch, "megatron_ft-saver", args=(process,)).start()
 
     def _say_not_saved(self, iteration: int, why: str) -> None:
         if not dist.get_rank():
