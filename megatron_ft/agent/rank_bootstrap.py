@@ -14,7 +14,7 @@ import runpy
 import signal
 import sys
 import traceback
-from multiprocessing import util
+from multiprocessing import active_children, util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,6 +45,10 @@ def main() -> None:
     if not code:
         # What Python does at its end, which this process does not reach: managers are shut down, and processes of the
         # script are waited for, one that writes the final model, say.
+        util._run_finalizers(0)  # type: ignore[attr-defined]
+        for process in active_children():
+            if process.daemon:
+                process.kill()  # Python's SIGTERM does not end one that has inherited this process's handler
         util._exit_function()  # type: ignore[attr-defined]
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -9,7 +9,6 @@ workers die with it, so that no inherited socket stays open).
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Loader:
         self._workers, self._pool = num_workers, None
         if num_workers:
             # Forked now: later this process has connections that a fork would hold open.
-            context = multiprocessing.get_context("fork")
+            context = _Forking()
             try:
                 own = (os.getpid(), context.Value("i", 0), dataset, self._collate, worker_init_fn)
                 self._pool = ProcessPoolExecutor(num_workers, context, _begin, own)
@@ -236,6 +236,17 @@ def _check_complete(sampler: Any, dataset: Any) -> None:
             f"dataset has {len(dataset)} samples, and an epoch has all of them; give a DataLoader of a "
             f"torch.utils.data.Subset"
         )
+
+
+class _Worker(ForkProcess):
+    """A worker process, which its rank does not wait for when it ends."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "daemon": True})
+
+
+class _Forking(ForkContext):
+    Process = _Worker
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker process

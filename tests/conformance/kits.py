@@ -195,7 +195,7 @@ class Megatron(Kit):
         optimizer = get_megatron_optimizer(how, models, use_gloo_process_groups=False)
         for group in optimizer.param_groups:  # as torch.optim.AdamW in the reference: all weights decay
             group["weight_decay"], group["wd_mult"] = 0.1, 1.0
-        sizes = {"seq_length": toy.LENGTH, "samples": toy.SAMPLES // self.shards}
+        sizes = {"seq_length": toy.LENGTH, "samples": toy.SAMPLES}
         step = megatron_model.forward_step(per_token, three=ddp.use_distributed_optimizer)
         if ddp.use_distributed_optimizer:
             rates = {

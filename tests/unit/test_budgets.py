@@ -13,7 +13,7 @@ BUDGETS = {
     "worker": 4955,
     "core": 4660,
     "engines": 3730,
-    "agent": 2970,
+    "agent": 2980,
     "simulation": 3450,
     "collectives": 2000,
     "coordination": 1820,

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from itertools import product
+from multiprocessing.context import ForkContext
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_workers_that_cannot_be_started_are_an_error_with_a_remedy(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(multiprocessing.get_context("fork"), "Value", full)
+    monkeypatch.setattr(ForkContext, "Value", full)
     with pytest.raises(DataError, match="num_workers is 1.*No space left.*/dev/shm.*num_workers=0"):
         loader(Numbers(9), num_workers=1)
 

@@ -13,20 +13,31 @@ import pytest
 from megatron_ft.agent.local_ranks import LocalRanks
 from megatron_ft.config.schema import RunConfig
 
-SCRIPT = """
+MANAGER = """
 import multiprocessing
 if __name__ == "__main__":
     multiprocessing.held = multiprocessing.get_context("spawn").Manager()
     print("made", multiprocessing.held.dict(a=1))
 """
+WORKERS = """
+import multiprocessing, signal
+from megatron_ft.data.loader import Loader
+signal.signal(signal.SIGTERM, lambda *_: None)  # as that of a rank, which processes inherit
+multiprocessing.Process(target=signal.pause, daemon=True).start()
+held = Loader([1, 2], groups=1, microbatches_per_group=1, samples_per_microbatch=1, seed=0, num_workers=1)
+print("started")
+"""
 
 
-def test_a_manager_that_the_script_leaves_behind_ends_with_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", str(script)]
+@pytest.mark.parametrize(
+    ("script", "printed"), [(MANAGER, "made {'a': 1}\n"), (WORKERS, "started\n")], ids=["manager", "workers"]
+)
+def test_what_the_script_leaves_behind_ends_with_it(tmp_path, script, printed):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, start_new_session=True)
-    assert (ended.returncode, ended.stdout) == (0, "made {'a': 1}\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 
 
 def test_a_rank_that_has_ended_is_no_stray(tmp_path):
