@@ -186,7 +186,7 @@ class DetectorConfig:
     state_check_steps: int = setting(64, whole_number(0))
     """In this number of steps, all parameters, buffers and optimizer state of every group are compared once with the
     other groups'. A minority leaves and comes back with the others' state; a tie stops the run. All of it is also
-    compared when a group enters, which groups that have just come back do not decide. 0: only then, at checkpoints and
+    compared when a group enters or was behind, which such groups do not decide. 0: only then, at checkpoints and
     at the end."""
 
     @property

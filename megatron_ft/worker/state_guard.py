@@ -3,14 +3,15 @@
 At the beginning of a step a rank puts the checksum that is due (``worker.state_checksum``) into its group's row of
 bucket 0, and in every step those of its optimizers' hyperparameters, with which it begins the step and has made the one
 before: a script that sets them otherwise in one group is named in that step, with both values. In a step in which a group
-enters, the state's checksum is that of the whole state. Once that bucket is reduced every rank compares the checksums of
-the ranks of equal position, before it updates. The ranks of a group whose state is not the right one end; their agents
-start the group again, and it takes the others' state like every group that comes back. Where it is not known which state
-is right, the whole run ends.
+enters, or takes the state of another because it is behind, the state's checksum is that of the whole state. Once that
+bucket is reduced every rank compares the checksums of the ranks of equal position, before it updates. The ranks of a
+group whose state is not the right one end; their agents start the group again, and it takes the others' state like every
+group that comes back. Where it is not known which state is right, the whole run ends.
 
 A state that differs is detected after ``detector.state_check_steps`` steps at most. The group's contributions to the
 sums of those steps stay in them: all other groups have taken the same updates, and go on from equal states. A group that
-enters with another state contributes nothing (:meth:`StateGuard.compare`).
+enters with another state contributes nothing (:meth:`StateGuard.compare`). A group whose state differs when all others are
+behind hands its state to them, and nobody can know.
 
 Failures it assumes: the control store may be away, and any group may be lost while it reports which tensors differ; the
 record does not name them.
@@ -89,7 +90,7 @@ class StateGuard:
         self.slots.say_suspect(self.nonfinite.suspect)
 
     def say_all(self, step: int) -> None:
-        """Put the checksum of the whole state there: a group enters in ``step``."""
+        """Put the checksum of the whole state there: a group has taken its state in ``step``."""
         self._whole = step
         checksums = list(self._checksums)
         checksums[STATE] = self.states.whole(step)
@@ -109,7 +110,7 @@ class StateGuard:
         """Compare the groups' states, once bucket 0 of ``step`` is reduced, and before the update.
 
         Returns:
-            The groups that must not be part of the step, because a group enters in it and their states differ.
+            The groups that must not be part of the step, because a group has taken its state in it and their states differ.
 
         Raises ``StartOver`` where this group's state or hyperparameters, or its gradient in several steps, are not the right
         ones, and ``InvariantBroken`` where it is not known which are right.

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ft.errors import InvariantBroken
 from megatron_ft.faults import kill as inject
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 
 RECORDS_LATE = """
@@ -139,9 +140,10 @@ def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path,
     steps = 100
     gate = support.Gate(tmp_path, slowly=steps, script=flipping(tmp_path / "flip.py", 1))
     options = {"detector": {"state_check_steps": 8000}, "rejoin": {"enabled": True}, "steps": steps, "groups": 4}
-    run = support.start(tmp_path / "run", data_dir, script=gate.script, **options)
-    support.wait_for_step(run, 5)
-    inject.kill(run.directory, 2, "anywhere")
+    # While the others reduce, a loss can leave group 1 behind: it would take the state of another group, and be healed.
+    computes = Breakpoint(2, 6, "forward")
+    run = support.start(tmp_path / "run", data_dir, [computes], script=gate.script, **options)
+    run.strike_in_step(computes)
     for group in (1, 2):
         support.wait_for(lambda group=group: group in [line["group"] for line in run.events("rejoined")], run)
     gate.open()
@@ -153,6 +155,39 @@ def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path,
     )
     lost = [view["lost"] for view in run.events("view") if view["lost"]]
     assert [list(groups) for groups in lost] == [["2"], ["1"]] and "was not that of groups 0 3" in lost[1]["1"]
+    assert len({end["state"] for end in run.events("survivor")}) == 1
+
+
+LEFT_BEHIND = """
+import time
+from megatron_ft.collectives.base import Broken
+from megatron_ft.faults.injection_points import InjectionPoints
+
+reach, broken = InjectionPoints.reach, []
+def reaches(self, point, step, bucket=None):
+    reach(self, point, step, bucket)
+    if (self._group, point, step, bucket) == (1, "bucket", 5, 0) and not broken:
+        broken.append(step)
+        while '"event": "step", "step": 5,' not in open("{history}").read():
+            time.sleep(0.01)
+        raise Broken("played")
+InjectionPoints.reach = reaches
+"""
+"""Group 1 sees bucket 0 of step 5, and no other, until the other groups have committed the step."""
+
+
+def test_a_state_that_differs_is_found_when_it_is_handed_to_a_group_that_is_behind(tmp_path, data_dir):
+    """The lowest group hands over the wrong state. Two groups that have made the step themselves know better."""
+    left_behind = LEFT_BEHIND.format(history=tmp_path / "run" / "history.jsonl")
+    script = flipping(tmp_path / "flip.py", 0, left_behind)
+    options = {"detector": {"state_check_steps": 8000}, "rejoin": {"enabled": True}, "steps": 40, "groups": 4}
+    run = support.start(tmp_path / "run", data_dir, script=script, **options)
+    run.finish()
+    assert run.process.returncode == 0, run.logs()
+    behind, *after = run.events("view")[1:]
+    assert (behind["step"], behind["source"], behind["behind"]) == (6, 0, [1])
+    lost = {group: why for view in after for group, why in view["lost"].items()}
+    assert lost.keys() == {"0", "1"} and "was not that of groups 2 3" in lost["0"], lost
     assert len({end["state"] for end in run.events("survivor")}) == 1
 
 

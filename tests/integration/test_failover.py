@@ -239,7 +239,9 @@ def test_a_host_that_wakes_up_when_another_run_has_its_directory_leaves_that_run
         sleeper = hosts.agents.pop(1)
         hosts.start(0, groups=1, hosts=1, host_rank=0, overwrite=True)
         after = support.Run(run.directory, hosts.agents[0], groups=1)
-        support.wait_for(lambda: len(after.events("step")) == HELD and after.events("start")[0]["groups"] == 1, after)
+        # The record of the run before is moved away while this waits, and the next begins empty.
+        support.wait_for(lambda: [line["groups"] for line in after.events("start")] == [1], after)
+        support.wait_for_step(after, HELD - 1)
         for pid in reversed(frozen):
             os.kill(pid, signal.SIGCONT)
         assert sleeper.wait(timeout=support.TIMEOUT_S) != 0

@@ -184,14 +184,11 @@ def test_a_planted_bug_is_caught(name, monkeypatch):
 
 
 def test_groups_that_come_back_with_another_state_neither_enter_nor_expel_the_others():
-    found = []
-    for seed in range(300):
-        if seed >= 120 and {line["tied"] for line in found} == {True, False}:
-            break
-        history = play(draw_impure(seed))
-        assert history.violations == [], seed
-        found += [line for line in history.lines if line["event"] == "differs"]
-    assert {line["tied"] for line in found} == {True, False}
+    """Nor is it unknown which state is right: in seed 64 such a group hands its state to a group that is behind."""
+    histories = [play(draw_impure(seed)) for seed in range(120)]
+    assert not [history.violations for history in histories if history.violations]
+    ties = [line["tied"] for history in histories for line in history.lines if line["event"] == "differs"]
+    assert len(ties) > 20 and not any(ties)
 
 
 def test_one_seed_replays_a_history_bit_for_bit():

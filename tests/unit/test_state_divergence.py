@@ -84,6 +84,14 @@ def test_a_group_is_doubted_until_all_of_its_state_is_compared_after_a_step_of_i
     assert within[18] == {1} and within[19] == set() and within[28] == {2} and within[29] == set()
 
 
+def test_a_group_that_takes_its_state_in_a_view_is_no_witness_in_that_step():
+    """All of the state is compared there; a wrong state that was handed over has no more witnesses than before."""
+    view = View(5, (0, 1, 2, 3), "", step=20, source=0, behind=(1,))
+    assert [step for step in range(30) if state_divergence.compares_all(view, step)] == [20]
+    assert {step: state_divergence.doubted(view, step, 0) for step in (19, 20, 21)} == {19: set(), 20: {1}, 21: set()}
+    assert state_divergence.compare({0: 7, 1: 7, 2: 8, 3: 8}, {1}).minority == (0, 1)
+
+
 @given(st.integers(0, 3), st.integers(1, 200), st.integers(0, 300))
 def test_a_pass_looks_at_all_of_the_state_after_the_entry(more, period, entered):
     """``pass_steps`` is what :func:`doubted` asks for, from the steps at which the checksums are really due."""

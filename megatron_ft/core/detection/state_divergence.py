@@ -57,22 +57,32 @@ def compare(checksums: Mapping[GroupId, Hashable], doubted: Collection[GroupId] 
     return Comparison(tied=tuple(sorted(map(tuple, holders.values()))))
 
 
+def takers(view: View, step: int) -> frozenset[GroupId]:
+    """Return the groups that begin ``step`` with a state which they have taken from others: groups that have entered in
+    this step, and those that ``view`` has found behind. What the run starts from is nobody's result, and not compared."""
+    behind = view.behind if view.epoch and step == view.step else ()
+    return frozenset((*behind, *(group for group, entered in view.entered.items() if entered == step)))
+
+
 def compares_all(view: View, step: int) -> bool:
-    """Return whether the groups compare all of their states when they reduce ``step`` under ``view``: a group has entered
-    in this step."""
-    return step == view.step and step in view.entered.values()
+    """Return whether the groups compare all of their states when they reduce ``step`` under ``view``: a group has taken its
+    state in this step."""
+    return step == view.step and bool(takers(view, step))
 
 
 def doubted(view: View, step: int, pass_steps: int) -> frozenset[GroupId]:
-    """Return the groups that have entered since all of the state was last compared and found equal, before ``step``.
+    """Return the groups that are no independent witnesses in ``step``: those that have taken their state in it, and those
+    that have entered since all of the state was last compared and found equal before.
 
     All of it is compared in a step in which a group enters, and piece by piece in any ``pass_steps`` steps (0: never). A
-    group that has entered in such a step counts from its next one on: it had not yet made a step by itself.
+    group that has entered in such a step counts from its next one on: it had not yet made a step by itself. A group that
+    was behind counts at once in the next step: its process is the one that has made the steps before.
     """
     entries = {group: entered for group, entered in view.entered.items() if entered <= step}
     compared = max((entered for entered in entries.values() if entered < step), default=-1)
     passed = step - 1 - pass_steps if pass_steps else -1
-    return frozenset(group for group, entered in entries.items() if entered >= compared and entered > passed)
+    since = (group for group, entered in entries.items() if entered >= compared and entered > passed)
+    return takers(view, step).union(since)
 
 
 def nonfinite_minority(flagged: Mapping[GroupId, bool]) -> tuple[GroupId, ...]:

@@ -178,13 +178,13 @@ def plan_ahead(state: GroupState) -> Plan:
 
 
 def discardable(state: GroupState) -> tuple[GroupId, ...]:
-    """Return the groups that enter in the complete step and may have computed a part of it, because another group was lost.
-    If their states differ, the step is computed again, unless other groups have decided it: those knew of no such part."""
+    """Return the groups that have taken their state in the complete step and may have computed a part of it. If their states
+    differ, the step is computed again, unless other groups have decided it: those knew of no such part."""
     if not state_divergence.compares_all(state.view, state.step):
         return ()
-    entering = (group for group, step in sorted(state.view.entered.items()) if step == state.step)
+    takers = sorted(state_divergence.takers(state.view, state.step))
     # The plan no longer names the part of a group that is lost, and the sums of the view before can contain it.
-    return tuple(group for group in entering if state.plan.of(group) or group not in state.view.live)
+    return tuple(group for group in takers if state.plan.of(group) or group not in state.view.live)
 
 
 def _died(state: GroupState, event: GroupFailed) -> GroupState:
