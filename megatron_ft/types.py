@@ -303,6 +303,11 @@ def place_name(name: str, host_rank: int | None = None) -> str:
     return name if host_rank is None else host_name(name, host_rank)
 
 
+def seat(group: GroupId, incarnation: int) -> str:
+    """Return the name of a start of a group in keys and file names: ``3``, and ``3.2`` for its second restart."""
+    return f"{group}.{incarnation}" if incarnation else str(group)
+
+
 def rank_name(position: int, pid: int, host: str, host_rank: int | None = None) -> str:
     """Return a rank with its process as the subject of a sentence; ``host`` and ``host_rank`` as for :func:`host_name`."""
     where = place_name(host, host_rank)

@@ -42,7 +42,6 @@ from megatron_ft.agent.tracker_process import Tracking
 from megatron_ft.auth import secret
 from megatron_ft.checkpoint import restore as origins
 from megatron_ft.config import megatron_lm_arguments, rank_command
-from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
 from megatron_ft.core.detection import rank_health
@@ -53,7 +52,7 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
-from megatron_ft.types import Exit, given, host_name
+from megatron_ft.types import Exit, given, host_name, seat
 from megatron_ft.utils import gpu_faults, lifeline, out_of_memory, steady_clock
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import Wakeup, stop_signals

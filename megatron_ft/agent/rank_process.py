@@ -21,9 +21,10 @@ from typing import Any, BinaryIO
 
 from megatron_ft.agent import forkserver, rank_bootstrap, rank_monitor
 from megatron_ft.collectives import nccl_watchdog
-from megatron_ft.config.rank_env import RankEnvironment, seat
+from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.store.claim_log import TOLD
 from megatron_ft.runlog import run_directory
+from megatron_ft.types import seat
 from megatron_ft.utils import shared_file, steady_clock, vital_thread
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import start_of

@@ -11,13 +11,12 @@ from collections import Counter
 
 from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.agent.peers import Hosts
-from megatron_ft.config.rank_env import seat
 from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.lifecycle import restart_policy, spare_policy
 from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import LeaveAnnounced
-from megatron_ft.types import GroupId
+from megatron_ft.types import GroupId, seat
 
 _WITNESSES = 2
 """This number of hosts must report that they do not hear a host before a spare that does not listen to it believes them."""

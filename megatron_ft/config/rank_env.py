@@ -13,6 +13,7 @@ from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Key, Secret
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import LaunchError
+from megatron_ft.types import seat
 from megatron_ft.utils import process_name
 
 _PREFIX = "MEGATRON_FT_"
@@ -151,8 +152,3 @@ def name_process(name: str) -> None:
     group, position = os.environ.get(f"{_PREFIX}GROUP"), os.environ.get(f"{_PREFIX}POSITION")
     if group is not None:
         process_name.take(f"group {group} rank {position} {name}", f"ft-g{group}-r{position}")
-
-
-def seat(group: int, incarnation: int) -> str:
-    """Return the name of a start of a group in keys and file names: ``3``, and ``3.2`` for its second restart."""
-    return f"{group}.{incarnation}" if incarnation else str(group)

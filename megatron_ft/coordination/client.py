@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_ft import codec
-from megatron_ft.config.rank_env import seat
 from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.coordination.store import AWAY, ControlStore, Locator, LogAway, StoreConflict, patient
 from megatron_ft.core.lifecycle.store_failover import Claim, Seat
 from megatron_ft.core.protocol import key_lifetimes, signals
 from megatron_ft.errors import StoreError
-from megatron_ft.types import GroupId, Report, View
+from megatron_ft.types import GroupId, Report, View, seat
 
 DONE = "done"
 """The collection of the seats whose groups have committed all steps."""

@@ -116,8 +116,7 @@ class Progress:
         return f"step {event['step']} is not saved: {event['reason']}"
 
     def _on_end(self, event: Event) -> str:
-        made = steps_made(event) if "of" in event else f"all {event['step'] + 1} steps done"
-        return f"{made}, loss {event['loss']:.4f}{self._saved_at(event)}"
+        return f"{steps_made(event)}, loss {event['loss']:.4f}{self._saved_at(event)}"
 
     def _saved_at(self, event: Event) -> str:
         """Return the part of the last line that says whether the state after the last step is saved."""

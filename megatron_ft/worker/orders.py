@@ -296,7 +296,7 @@ class Save(Order[None]):
     order: Saves
 
     def run(self, executor: RankExecutor) -> None:
-        executor.rank.inside(executor.engine.complete)
+        executor.complete()
         executor.saving.take(self.order, executor.engine, executor.guard.states)
 
 
@@ -323,7 +323,7 @@ class SaveAlone(Order[list[dict[str, Any]]]):
             # The script may have set its own meanwhile, for a later step.
             executor.engine.hyperparameters.write(held.hyperparameters)
             executor.registered.load(held.registered)
-            rank.inside(executor.engine.complete)
+            executor.complete()
             rank.progress.enter("outside")  # as long as a disk takes
             said = executor.saving.write_alone(self.at, self.attempt, executor.engine)
             rank.progress.advance()
@@ -386,7 +386,7 @@ class Fingerprint(Order[dict[str, Any]]):
     """Compare and describe the group's parameters after the last step."""
 
     def run(self, executor: RankExecutor) -> dict[str, Any]:
-        executor.rank.inside(executor.engine.complete)
+        executor.complete()
         return executor.state.fingerprint()
 
 

@@ -100,6 +100,10 @@ class RankExecutor:
         if self.rank.group in asked.groups and hasattr(self, "guard"):  # notices may come before the engine
             self.guard.publish(asked.step)
 
+    def complete(self) -> None:
+        """Let the engine finish what the last step has left to the next one, in all ranks of the group."""
+        self.rank.inside(self.engine.complete)
+
     # --- an epoch -----------------------------------------------------------------------------------------------------
 
     def prepare(self, view: View, step: int) -> None:

@@ -111,7 +111,7 @@ def test_a_group_that_dies_after_a_start_from_a_checkpoint_is_recovered_from(tmp
 @pytest.mark.long
 def test_a_start_after_a_finished_run_reports_that_it_is_finished(tmp_path, data_dir, saved):
     run = start(tmp_path / "run", data_dir, saved, steps=4)
-    assert "all 4 steps done" in went_well(run)
+    assert "all 4 steps are done" in went_well(run)
     assert not run.events("step") and len(run.events("end")) == 1
     assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
 

@@ -203,7 +203,7 @@ def test_buckets_in_bf16_are_summed_in_fp32_inside_a_group(tmp_path, data_dir, a
     hold = follower(1, "bucket", 1)
     run = start(tmp_path / "run", data_dir, [hold], reduce_dtype="bf16")
     run.strike(hold)
-    assert "all 8 steps done" in run.finish(), run.logs()
+    assert "all 8 steps are done" in run.finish(), run.logs()
     losses = {line["step"]: line["loss"] for line in run.events("step")}
     expected = {line["step"]: line["loss"] for line in alone.events("step")}
     assert all(abs(losses[step] / expected[step] - 1) < 1e-3 for step in expected)

@@ -196,7 +196,7 @@ def test_a_host_without_power_is_replaced_by_the_spare_host(lab, job, up, failur
     assert job.await_exit() == 0, job.all_said()
     job.check(failure_free)
     assert [line["what"] for line in job.events("host")] == ["spare", "took over"]
-    assert f"all {STEPS} steps done" in job.said()
+    assert f"all {STEPS} steps are done" in job.said()
     job.await_nobody()
 
 

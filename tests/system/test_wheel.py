@@ -124,6 +124,6 @@ def test_the_shipped_example_trains(wheel, tmp_path):
     words = ("launch", "--groups", 2, "--config", "examples/pretrain_gpt/ds_config.json", "--run-dir", "run")
     script = ("examples/pretrain_gpt/train.py", "--", "--data", "data/small", "--steps", 3)
     done = ran(ft, *words, *script, cwd=tmp_path / "ft")
-    assert done.returncode == 0 and "all 3 steps done" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "all 3 steps are done" in done.stdout, done.stdout + done.stderr
     where = ran(programs / "python", "-c", "import megatron_ft; print(megatron_ft.__file__)", cwd=tmp_path).stdout
     assert str(site) in where

@@ -308,7 +308,7 @@ def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
         "step 1/4",
         "group 1 lost: rank 0 on h (pid 7) ended with SIGKILL",
         "step 2 goes on: 2 microbatches taken over by groups 0; stalled 0.12 s",
-        "all 4 steps done",
+        "all 4 steps are done",
     ):
         assert word in said
 

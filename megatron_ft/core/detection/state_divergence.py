@@ -80,9 +80,8 @@ def doubted(view: View, step: int, pass_steps: int) -> frozenset[GroupId]:
     """
     entries = {group: entered for group, entered in view.entered.items() if entered <= step}
     compared = max((entered for entered in entries.values() if entered < step), default=-1)
-    passed = step - 1 - pass_steps if pass_steps else -1
-    since = (group for group, entered in entries.items() if entered >= compared and entered > passed)
-    return takers(view, step).union(since)
+    since = max(compared, step - pass_steps if pass_steps else 0)
+    return takers(view, step) | {group for group, entered in entries.items() if entered >= since}
 
 
 def nonfinite_minority(flagged: Mapping[GroupId, bool]) -> tuple[GroupId, ...]:

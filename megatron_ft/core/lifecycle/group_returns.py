@@ -20,7 +20,7 @@ from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed, LeaveAnnounced
 from megatron_ft.errors import RunStopped
-from megatron_ft.types import Exit, GroupId, View
+from megatron_ft.types import Exit, GroupId, View, seat
 
 _SKIPPED = 2
 """The leading host may be lost after it took a start's number and before it announced it; the spare in its place takes
@@ -310,20 +310,15 @@ class RestartManager:
 
     def _decide(self, group: GroupId, incarnation: int, decision: dict[str, str]) -> None:
         if self._leads[group] and group in self._shared:
-            self._to_say[_key(group, incarnation)] = decision
+            self._to_say[f"restart/{seat(group, incarnation)}"] = decision
 
     def _follow(self, number: GroupId) -> None:
         group = self._groups[number]
         if not group.pending or group.due is not None:
             return
         for incarnation in range(group.incarnation + 1, group.incarnation + 1 + _SKIPPED):
-            decision = self._client.get(_key(number, incarnation))
+            decision = self._client.get(f"restart/{seat(number, incarnation)}")
             if decision is not None and "never" in decision:
                 self._groups[number] = restart_policy.never(group, decision["never"])
             elif decision is not None:
                 self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
-
-
-def _key(group: GroupId, incarnation: int) -> str:
-    """Return the key of the decision on a start of a group, which is not its first."""
-    return f"restart/{group}.{incarnation}"
