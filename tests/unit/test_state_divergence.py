@@ -350,7 +350,7 @@ def test_a_difference_is_said_to_be_no_older_than_the_last_comparison_that_found
 
 def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before():
     agreement = MagicMock()
-    guard = StateGuard(MagicMock(agreement=agreement), MagicMock(), MagicMock(), MagicMock())
+    guard = StateGuard(MagicMock(agreement=agreement), MagicMock(), MagicMock(pass_steps=0), MagicMock())
     view = View(0, (0, 1, 2), "the run starts")
     assert guard.accuse("before", 3, view, {0: 7, 1: 8, 2: 7}) == (1,) and guard.awaits_view(view)
     assert guard.accuse("some", 5, view, {0: 5, 2: 6}) == ()
