@@ -77,7 +77,6 @@ REFUSED = {
     "--fake-process-group": (0, None, "nothing would be summed", "leave it out"),
     "--fault-injector-num-ranks": (1, None, "all groups would fail at once", "use `megatron-ft inject`"),
     "--fault-injector-ranks": (1, None, "all groups would fail at once", "use `megatron-ft inject`"),
-    "--fp16": (0, None, "steps that overflow while a loss scale is sought would end the run", "use --bf16"),
     "--freeze-all-layers": (0, None, "nothing is trained", "run it without megatron-ft"),
     "--full-validation": (0, None, "groups share a fixed number of iterations", "set --eval-iters"),
     "--hybrid-context-parallel": (0, None, "its batches depend on the rank", "use --context-parallel-size"),

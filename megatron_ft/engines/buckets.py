@@ -217,7 +217,7 @@ class Buckets(Sequence[Bucket]):
             raise Miscount(f"step {step}: buckets hold {counts} microbatches, not {microbatches}")
         return losses[0]
 
-    def average(self, divisor: int, passes: int, norm: float, clipping: float) -> None:
+    def average(self, divisor: float, passes: int, norm: float, clipping: float) -> None:
         """Turn the sums of gradients into means and clip them to ``clipping``, unless that is 0, in one pass.
 
         Clips as ``torch.nn.utils.clip_grad_norm_`` clips the means, whose norm is ``norm``. Each pass over the
@@ -261,6 +261,9 @@ class Bucketed:
     takes_gradients = False
     """True: gradients of a microbatch are left in ``.grad`` without exact reduction, too, and :meth:`collect` adds them.
     False: autograd, or the engine, adds them to the buckets."""
+    searches_scale = False
+    _takes_scale_out = False
+    """True: the engine divides gradients by :meth:`_loss_scale`; False: the optimizer does."""
     _divided = 1
     """The number of ranks of the group that make a forward pass of each microbatch, each of some of its samples."""
 
@@ -473,8 +476,10 @@ class Bucketed:
         loss, norm, tokens, reports = self._totals(loss, int(low) + _BASE * int(high))
         divisor = tokens if self._per_token else microbatches
         # Without a token there is no mean: the step counts, and its update is skipped.
-        loss, norm = (loss / divisor, norm / divisor / self._loss_scale()) if divisor else (nan, nan)
-        self._buckets.average(max(divisor, 1), microbatches * self._divided, norm, self._clipping)
+        scale = self._loss_scale()
+        loss, norm = (loss / divisor, norm / divisor / scale) if divisor else (nan, nan)
+        factor = max(divisor, 1) * (scale if self._takes_scale_out else 1)
+        self._buckets.average(factor, microbatches * self._divided, norm, self._clipping)
         progress("update")
         result = StepResult(step, loss, microbatches, norm, tokens, reports=reports)
         self.repeat(result)
@@ -482,7 +487,7 @@ class Bucketed:
         return replace(result, learning_rate=float(made[0].get("lr", 0.0)) if made else 0.0)
 
     def _loss_scale(self) -> float:
-        """Return the factor of all gradients of the step, which the optimizer takes out (fp16)."""
+        """Return the factor of all gradients of the step (fp16)."""
         return 1.0
 
     def _skip(self) -> None:

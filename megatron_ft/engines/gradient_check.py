@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class GradientCheck:
         own = sum((float(view.double().square().sum()) for one, view, _ in moved if one in self._counted), 0.0)
         square, before = self._total((own, loss))
         square /= scale * scale
-        if not square or not before:
+        if not 0 < square < inf or not before:  # a scaled loss may overflow
             return None
         for number, part in enumerate(self._moves):
             if number:

@@ -245,6 +245,10 @@ class Engine(Gradients, Protocol):
         that :meth:`update` left in them there. ``values``: the hyperparameters with which it took the step; None: those that
         are in place here."""
 
+    @property
+    def searches_scale(self) -> bool:
+        """True if the loss scale can become smaller: a step that is skipped may be part of the search for one."""
+
     def local_finite(self) -> bool:
         """Return True if this group's own gradients and losses of the step are finite, after a norm that is not."""
 

@@ -143,7 +143,7 @@ class EngineMaker:
         if reads is None and self._config.groups > 1:
             _refuse_save()
         own = {"layout": self._layout, "samples": self._config.samples_per_microbatch, **self.settings(shared=False)}
-        own |= {"reads": reads, **options}
+        own |= {"shares": self._config.shards, "reads": reads, **options}
         with self._making():
             return MegatronEngine(*arguments, **own)
 

@@ -85,9 +85,12 @@ class NonFinite:
         if isfinite(result.gradient_norm):
             self._in_a_row = self._own_in_a_row = 0
             return
+        what = f"step {result.step}: the gradient's norm is {result.gradient_norm}"
+        if engine.searches_scale:  # neither the model's fault nor a group's, until the scale is the smallest one
+            _log.info(f"group {self._group}: {what}; the update is skipped, as the loss scale may be too large")
+            return
         self._in_a_row += 1
         self.name(result.step, engine)
-        what = f"step {result.step}: the gradient's norm is {result.gradient_norm}"
         if self._policy == "stop":
             why = f"{what}, and nonfinite is 'stop'; the groups it came from are in the run record"
             with suppress(StoreError):  # before it ends: a group that is still in that step receives an end, and asks

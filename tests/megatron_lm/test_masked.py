@@ -30,6 +30,11 @@ LAYOUTS = {
         *("--step-batch-size-schedule", "0:8 80:16 240:24", "--eval-global-batch-size", 24),
     ),
     "CP2": (2, 2, "--context-parallel-size", 2),
+    # A scale that is too large at first and grows too large again: some steps are skipped.
+    "PP2, fp16": (
+        *(2, 2, "--pipeline-model-parallel-size", 2, "--fp16", "--accumulate-allreduce-grads-in-fp32"),
+        *("--initial-loss-scale", 2**22, "--hysteresis", 2, "--loss-scale-window", 4),
+    ),
 }
 """Name -> groups, ranks of a group, and how they divide a group."""
 LAST, SAVED_EVERY = 30, 10
@@ -87,7 +92,9 @@ def test_all_that_is_logged_is_what_plain_megatron_logs(tmp_path, megatron, layo
     expected, found = runs.curves(tmp_path / "plain"), runs.curves(tmp_path / "found")
     assert found.keys() == expected.keys()
     for name, (xs, values) in expected.items():
-        assert found[name] == (xs, pytest.approx(values, rel=1e-5)), name
+        # Weights of fp16 turn the last bit of a sum into 2^-11 of a weight, which norms show first.
+        within = 1e-3 if "--fp16" in division and name.startswith("grad-norm") else 1e-5
+        assert found[name] == (xs, pytest.approx(values, rel=within)), name
     if run.exact:
         options["script"] = runs.SCRIPT
         alone = runs.start(tmp_path / "alone", megatron, ranks, *own, **options)

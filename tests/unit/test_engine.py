@@ -121,11 +121,13 @@ def test_clipping_uses_the_norm_of_the_mean_gradient():
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_scale_that_the_optimizer_takes_out_changes_neither_the_norm_nor_the_clipping():
-    """As with fp16: gradients are those of the loss times the scale (``engines.deepspeed``)."""
+@pytest.mark.parametrize("left", [pytest.param(1024, id="the optimizer"), pytest.param(1, id="the engine")])
+def test_a_scale_that_is_taken_out_changes_neither_the_norm_nor_the_clipping(left):
+    """As with fp16: gradients are those of the loss times the scale (``engines.deepspeed``, ``engines.megatron``). ``left``:
+    the factor of the means, which the optimizer gets."""
     plain, scaled = build(clipping=1e-3), build(clipping=1e-3)
     scaled.loss_fn = lambda model, batch: 1024 * loss_fn(model, batch)
-    scaled._loss_scale = lambda: 1024.0
+    scaled._loss_scale, scaled._takes_scale_out = lambda: 1024.0, left == 1
     for engine in (plain, scaled):
         engine.begin_step()
         compute(engine, IDS)
@@ -133,7 +135,7 @@ def test_a_scale_that_the_optimizer_takes_out_changes_neither_the_norm_nor_the_c
     assert scaled.update(0, 4, nothing).gradient_norm == pytest.approx(plain.update(0, 4, nothing).gradient_norm)
     for mine, theirs in zip(scaled._buckets, plain._buckets, strict=True):
         mine, theirs = mine.reduced[: mine.elements], theirs.reduced[: theirs.elements]
-        assert torch.allclose(mine, 1024 * theirs, rtol=1e-6, atol=0)
+        assert torch.allclose(mine, left * theirs, rtol=1e-6, atol=0)
 
 
 def test_a_state_makes_another_engine_equal_to_this_one():

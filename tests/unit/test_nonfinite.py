@@ -19,9 +19,9 @@ class Group:
     def __init__(self, directory) -> None:
         self.account, self.step = NonFinite("skip", 0, History(directory), SimpleNamespace()), 0
 
-    def end_steps(self, count: int, norm: float, finite_here: bool = True) -> None:
+    def end_steps(self, count: int, norm: float, finite_here: bool = True, searches_scale: bool = False) -> None:
         """End steps with a gradient of that norm. ``finite_here``: whether the part of this group was finite."""
-        engine = SimpleNamespace(local_finite=lambda: finite_here)
+        engine = SimpleNamespace(local_finite=lambda: finite_here, searches_scale=searches_scale)
         for _ in range(count):
             self.account.check(StepResult(self.step, 1.0, 2, norm), engine)
             self.step += 1
@@ -39,6 +39,14 @@ def test_a_run_stops_after_skipped_steps_in_a_row_and_a_step_with_an_update_begi
     group.end_steps(MOST_IN_A_ROW - 1, math.nan)
     with pytest.raises(RunStopped, match="the model has diverged"):
         group.end_steps(1, math.nan)
+
+
+def test_steps_that_are_skipped_while_a_loss_scale_is_sought_are_not_counted(group):
+    group.end_steps(4 * MOST_IN_A_ROW, math.inf, finite_here=False, searches_scale=True)
+    assert not group.account.suspect
+    group.end_steps(MOST_IN_A_ROW - 1, math.inf)
+    with pytest.raises(RunStopped, match="the model has diverged"):
+        group.end_steps(1, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class MegatronEngine(Staged):
         scheduler: Megatron's ``OptimizerParamScheduler``, which counts samples, or any torch scheduler, which counts steps.
         seq_length: length of the sequences that stages exchange.
         samples: samples of a microbatch at all data-parallel ranks of the group together.
+        shares: a step has this many times the microbatches of one of Megatron's data-parallel ranks. Default: 1.
         layout: the place of this rank; its shards are Megatron's data-parallel and context-parallel ranks.
         reads: whether this rank reads samples, which are its own then, as the ranks of Megatron-LM read theirs. Default:
             a batch is the group's, and each rank takes its share of it.
@@ -88,6 +89,7 @@ class MegatronEngine(Staged):
         scheduler: Any = None,
         seq_length: int,
         samples: int,
+        shares: int = 1,
         layout: Layout,
         reads: bool | None = None,
         schedule: Mapping[str, Any] = {},
@@ -104,7 +106,12 @@ class MegatronEngine(Staged):
         _stop_reruns()
         self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
         self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
-        self._inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one.optimizer]
+        optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._inner = [one.optimizer for one in optimizers if one.optimizer]
+        self._scaled = [one for one in optimizers if getattr(one, "grad_scaler", None)]
+        self._shares, self._parts_of_loss = shares, 1.0
+        if self._scaled:
+            optimizer.scale_loss = self._config.grad_scale_func = lambda loss: loss * self._loss_scale()
         modules: list[Any] = [chunk.module for chunk in self._chunks]
         model = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
         parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
@@ -273,6 +280,8 @@ class MegatronEngine(Staged):
 
     def begin_step(self, microbatches: int = 1) -> None:
         super().begin_step(microbatches)
+        # So many parts Megatron makes of a loss before it scales it: gradients of 16 bits overflow in the same steps.
+        self._parts_of_loss = 1.0 if self._per_token else max(1.0, microbatches / self._shares)
         for chunk in self._chunks:
             for group in _bucket_groups(chunk):
                 group.reset()
@@ -359,15 +368,37 @@ class MegatronEngine(Staged):
                 group.start_param_sync(force_sync=True)
             group.param_gather_dispatched = False
 
+    _takes_scale_out = True
+
+    def _loss_scale(self) -> float:
+        return float(self._megatron.get_loss_scale()) / self._parts_of_loss if self._scaled else 1.0
+
+    @property
+    def searches_scale(self) -> bool:  # type: ignore[override]  # most engines have a constant
+        scalers = [one.grad_scaler for one in self._scaled]
+        return any(float(one.scale) > float(getattr(one, "min_scale", one.scale)) for one in scalers)
+
+    def _skip(self) -> None:
+        # The scale follows from the steps that are skipped, which are the same in all groups. Megatron asks each optimizer
+        # of a chain by itself, so that of experts gets a scale with which no loss was scaled.
+        for one in self._scaled:
+            one.grad_scaler.update(True)
+
     def _optimize(self) -> None:
         self._leave_gathering()
         for bucket in self._buckets:
             self._point(bucket, bucket.fp32_sum())
         if getattr(self._config, "moe_router_enable_expert_bias", False):
             _update_router_expert_bias(self._chunks, self._config)
+        scalers = [one.grad_scaler for one in self._scaled]
+        for one in self._scaled:
+            one.grad_scaler = None  # the mean has no scale any more, and groups that come back need it as it is
         # Without Megatron's clipping: the mean is clipped already.
         if self._megatron.prepare_grads():
-            raise EngineError("Megatron's optimizer skips a step whose gradient is finite; leave loss scaling out")
+            raise EngineError("Megatron's optimizer skips a step whose gradient is finite")
+        for one, scaler in zip(self._scaled, scalers, strict=True):
+            one.grad_scaler = scaler
+            scaler.update(False)
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()  # a gradient that is left would be added to the next one
         if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler):
@@ -385,6 +416,7 @@ class MegatronEngine(Staged):
             },
             "optimizers": [inner.state_dict() for inner in self._inner],
             "masters": self._masters(),
+            "scalers": [one.grad_scaler.state_dict() for one in self._scaled],
             MEGATRON: self._whole_model,
         }
         return state | self._rest(self._scheduler)
@@ -403,6 +435,8 @@ class MegatronEngine(Staged):
                 mine.copy_(theirs)
         for inner, saved in zip(self._inner, state["optimizers"], strict=True):
             inner.load_state_dict(saved)
+        for one, saved in zip(self._scaled, state.get("scalers", ()), strict=False):  # a checkpoint may have none
+            one.grad_scaler.load_state_dict(saved)
         if hasattr(self._scheduler, "num_steps"):
             self._scheduler.num_steps = 0  # Megatron's adds the saved number to the present one
         self._load_rest(state, self._scheduler)
@@ -422,6 +456,7 @@ class MegatronEngine(Staged):
         for number, inner in enumerate(others, 1):
             for name, tensor in named_state(nn.Module(), inner, {}):
                 yield f"{name}, optimizer {number}", tensor
+        yield from ((f"loss scale {number}", one.grad_scaler.scale) for number, one in enumerate(self._scaled))
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:

@@ -43,7 +43,6 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
             )
     clipping, per_token = settings["gradient_clipping"], settings.get("loss_reduction") == "token"
     refused = [
-        (optimizer.config.fp16, "fp16", "use bf16: steps that overflow while a loss scale is sought would end the run"),
         (
             ddp.overlap_grad_reduce and not ddp.overlap_param_gather,
             "overlap_grad_reduce",

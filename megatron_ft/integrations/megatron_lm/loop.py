@@ -245,6 +245,13 @@ class Loop:
                 f"--global-batch-size is {args.global_batch_size}, and the run was launched for {batch}; give it on the "
                 f"command line of launch --megatron-lm"
             )
+        if args.fp16 and not args.loss_scale:  # as Megatron, whose scale is found by steps that overflow
+            self._checks_nan = False
+            if (policy := self._session.config.fault_tolerance.nonfinite) != "skip":
+                raise ConfigError(
+                    f'--fp16 and fault_tolerance.nonfinite "{policy}": a loss scale is found by skipping steps that '
+                    f'overflow; use "skip", or --bf16'
+                )
 
     def _take_over(self, args: Any, step: int) -> None:
         """Go to the iteration of ``step``, with the counters that the groups have there."""
@@ -309,9 +316,10 @@ class Loop:
                 f"--no-check-for-nan-in-loss-and-grad training would go on without the update of this step"
             )
         skipped = int(not isfinite(result.gradient_norm))
+        norm = None if skipped and args.fp16 else result.gradient_norm  # Megatron then logs none
         last = self._module.mpu.is_pipeline_last_stage(ignore_virtual=True)
         losses = {name: torch.tensor([value], device=self._device) for name, value in values.items()} if last else {}
-        told = dict(zip(names.STEP, (losses, skipped, False, False, 0, result.gradient_norm, None, 0), strict=True))
+        told = dict(zip(names.STEP, (losses, skipped, False, False, 0, norm, None, 0), strict=True))
         return tuple(told[name] for name in self._values)
 
     @property
