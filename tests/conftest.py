@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import defaultdict
@@ -61,6 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what all tests share, which is far more than a test makes."""
+    gc.freeze()
+    gc.set_threshold(50_000)
+    gc.enable()
+
+
 class _Recorder:
     """The seconds that each test has taken, fixtures included. What is recorded of modules that are not played is kept."""
 
@@ -79,6 +87,7 @@ class _Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected: what their imports make stays
     # A deadline is a timed assertion: it would measure how busy the machine is.
     examples = 100 if config.getoption("--long") == "all" else 20
     settings.register_profile("untimed", deadline=None, max_examples=examples)

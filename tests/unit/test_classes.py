@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.unit.test_packages import MODULES
+from tests.sources import MODULES, nodes
 
 ATTRIBUTES, METHODS = 15, 20
 REASON = "Large because "
@@ -29,7 +29,7 @@ def attributes_and_methods(of: ast.ClassDef) -> tuple[set[str], list[str]]:
 
 def large_classes() -> Iterator[str]:
     """Yield the name of each class that is too large and does not say why."""
-    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+    for node in (node for path in MODULES for node in nodes(path)):
         if isinstance(node, ast.ClassDef) and REASON not in (ast.get_docstring(node) or ""):
             attributes, methods = attributes_and_methods(node)
             if len(attributes) > ATTRIBUTES or len(methods) > METHODS:

@@ -21,6 +21,7 @@ from megatron_ft.faults import kill
 from megatron_ft.launchers import launcher_shim
 from megatron_ft.report import follow
 from megatron_ft.utils.terminal import console
+from tests.sources import MODULES, nodes
 
 CODE = "from megatron_ft.utils.console import say, show; say('one'); show('two'); say('three'); print('went on')"
 
@@ -106,8 +107,8 @@ def test_the_record_of_a_run_reaches_no_terminal_as_it_is(colors):
 def test_commands_in_messages_are_quoted_for_the_shell():
     """A path with ``$(...)`` in it must not run anything when the line is pasted."""
     found = []
-    for path in (Path(follow.__file__).parents[1]).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in MODULES:
+        for node in nodes(path):
             if isinstance(node, ast.JoinedStr):
                 found += [f"{path}:{node.lineno}: {piece}" for piece in unquoted(node)]
     assert not found, "use shlex.quote or shlex.join"

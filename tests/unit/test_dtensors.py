@@ -20,6 +20,7 @@ from megatron_ft.engines.layout import Layout
 from megatron_ft.errors import EngineError
 from tests import support
 
+pytestmark = pytest.mark.slow  # two processes import FSDP, whichever case is asked for
 CASES = {
     "slices differ": (
         {"slices": 2},

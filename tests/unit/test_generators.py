@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import megatron_ft
 from megatron_ft.data import generators
 from megatron_ft.worker.evaluation import Evaluation
+from tests.sources import MODULES, nodes
 
 
 def draws() -> tuple[float, float, float]:
@@ -47,8 +46,8 @@ def test_all_devices_are_seeded_once_cuda_is_in_use(monkeypatch):
 def test_the_package_draws_nothing_from_the_generators_of_the_users_code():
     """Its threads run beside that code: a store's client that waits for a random time would change a batch."""
     found = []
-    for file in Path(megatron_ft.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in MODULES:
+        for node in nodes(file):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="random"), attr=name)):
                     found.append((file.name, name))

@@ -30,6 +30,8 @@ PAGES = sorted(
 )
 PACKAGES = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
 MODULES = {path.stem: path for path in PACKAGE.rglob("*.py") if path.stem != "session"}  # the object of a script
+NAMES = {path.name for path in PACKAGE.rglob("*.py")}  # no two modules have the same name
+NAMES |= {f"{path.name}/" for path in PACKAGE.rglob("*") if path.is_dir()}
 SETTINGS = {"checkpoint.directory", "data.batch"}  # of the config, and of DeepSpeed's engine
 PARTS = ("detector", "checkpoint", "rejoin")
 
@@ -60,8 +62,7 @@ def missing_files(page):
     """A path is relative to the repository, to the package or to the page. One with a placeholder names no single file."""
     paths = {token for token in quoted(page) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*(\.(py|sbatch)|/)", token)}
     places = (ROOT, PACKAGE, page.parent)
-    paths -= {path.name for path in PACKAGE.rglob("*.py")}  # no two modules have the same name
-    paths -= {f"{path.name}/" for path in PACKAGE.rglob("*") if path.is_dir()}
+    paths -= NAMES
     written = {
         "array/",
         "store/",

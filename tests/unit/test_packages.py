@@ -9,7 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent.parent / "megatron_ft"
+from tests.sources import MODULES, PACKAGE, nodes
+
 ORDER = (
     *("errors", "codec", "types", "utils", "auth", "core", "config", "coordination", "data", "runlog", "engines"),
     *(
@@ -44,7 +45,6 @@ IN_CORE = {
     "statistics",
 }
 IN_CORE |= {"types", "typing", "networkx", "numpy", "scipy", "ortools", "megatron_ft"}
-MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def package_of(path: Path) -> str:
@@ -54,7 +54,7 @@ def package_of(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """Return the dotted names of everything a module imports, wherever in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -34,8 +34,8 @@ from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import given
 from megatron_ft.utils import directory_lock, durable_file, shared_file, vital_thread
 from megatron_ft.worker import progress_counters
+from tests.sources import MODULES, PACKAGE, nodes
 
-PACKAGE = Path(shared_file.__file__).parent.parent
 MOVES = {
     "utils/shared_file.py",
     "runlog/run_directory.py",  # moves the files of an earlier start into a new directory
@@ -91,14 +91,18 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
 
 
 def test_no_module_has_an_atomic_write_of_its_own():
-    for path in {str(one.relative_to(PACKAGE)) for one in PACKAGE.rglob("*.py")} - set(MOVES):
-        calls = [call.func for call in calls_in(PACKAGE / path)]
-        names = {call.attr for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "os"}
+    for path in {str(one.relative_to(PACKAGE)) for one in MODULES} - set(MOVES):
+        calls = (call.func for call in calls_in(PACKAGE / path))
+        names = {call.attr for call in calls if isinstance(call, ast.Attribute) and is_os(call.value)}
         assert not {"replace", "rename", "link"} & names, f"{path}: use ``utils.shared_file``"
 
 
+def is_os(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "os"
+
+
 def calls_in(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [node for node in nodes(path) if isinstance(node, ast.Call)]
 
 
 # --- hostile directories ----------------------------------------------------------------------------------------------
@@ -343,7 +347,7 @@ _WRITES = {"write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile"
 def opens_for_writing(call: ast.Call) -> bool:
     """Return whether a call opens a file for writing, locks it, or makes one; of a descriptor of ``shared_file`` it may."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if name == "open" and ast.unparse(call.func) == "os.open":
+    if name == "open" and isinstance(call.func, ast.Attribute) and is_os(call.func.value):
         return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"))
     if name == "open":
         values = [one.value for one in [*call.args, *(k.value for k in call.keywords)] if isinstance(one, ast.Constant)]
@@ -353,7 +357,7 @@ def opens_for_writing(call: ast.Call) -> bool:
 
 
 def test_one_module_opens_files_for_writing():
-    for path in PACKAGE.rglob("*.py"):
+    for path in MODULES:
         found = [ast.unparse(call) for call in calls_in(path) if opens_for_writing(call)]
         expected = str(path.relative_to(PACKAGE)) in OPENS
         assert bool(found) == expected, (

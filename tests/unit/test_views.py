@@ -65,14 +65,14 @@ def cases(draw) -> Case:
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_view_waits_for_exactly_the_groups_that_are_neither_dead_nor_silent(case):
     awaited = [g for g in case.view.live if g not in case.reports and g not in case.dead and g not in case.silent]
     assert (case.next() is None) == bool(awaited)
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_right_groups_are_in_and_out(case):
     view = case.next()
     if view is None:
@@ -94,7 +94,7 @@ def test_the_right_groups_are_in_and_out(case):
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_all_groups_end_up_with_the_state_and_every_final_bucket(case):
     """Architecture, step protocol 4: a bucket that any survivor finished is final, a passed gate decides the step."""
     view = case.next()

@@ -5,10 +5,11 @@ comparison with a clock that ends it."""
 import ast
 import re
 
-from tests import support
+from tests import sources
 
 FIRST, SECOND = "get join poll result settimeout wait".split(), "acquire communicate wait_for".split()  # the timeout
 ELSEWHERE = "accept connect flock readline recv recv_fds recv_into recvfrom select waitid waitpid".split()
+OTHERS = "sleep pause sigtimedwait run check_call check_output create_connection readable".split()
 OWN = "group rank crew client connector executor".split()  # their methods are the package's own: what waits is inside
 UNLIMITED = """thread.join()|event.wait()|event.wait(timeout=None)|event.wait(1 if f else None)|a.wait(keys, None)|a.get()|
 job.result()|lock.acquire()|changed.wait_for(due)|process.communicate()|poll.poll(None)|end.accept()|end.settimeout(None)|
@@ -24,6 +25,8 @@ while not (done() or monotonic() > deadline): sleep(1)|while jobs: jobs.pop()|wh
 
 
 def limited(call):  # None: it cannot block
+    if getattr(call.func, "attr", getattr(call.func, "id", "")).strip("_") not in FIRST + SECOND + ELSEWHERE + OTHERS:
+        return None
     called, args = ast.unparse(call.func), call.args
     (*owner, name), whose = called.split("."), called.split(".")[-2:][0].strip("_")
     place = (name not in FIRST) + (name == "wait" and len(args) > 1)
@@ -60,21 +63,24 @@ def polls_for_ever(loop):
     return pauses and not decides(loop.test, ast.And) and not any(decides(test, ast.Or) for test in ends)
 
 
-def unlimited(text):  # the lines at which statements with such waits begin
-    of = {node: one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.stmt) for node in ast.walk(one)}
-    calls = {of[node].lineno for node in of if isinstance(node, ast.Call) and limited(node) is False}
-    return calls | {node.lineno for node in of if isinstance(node, ast.While) and polls_for_ever(node)}
+def unlimited(nodes):  # the lines at which statements with such waits begin
+    calls = [node for node in nodes if isinstance(node, ast.Call) and limited(node) is False]
+    begins = [(node.lineno, node.end_lineno) for node in nodes if calls and isinstance(node, ast.stmt)]
+    lines = {max(first for first, last in begins if first <= call.lineno <= last) for call in calls}
+    return lines | {node.lineno for node in nodes if isinstance(node, ast.While) and polls_for_ever(node)}
 
 
 def test_every_wait_without_a_limit_says_why_it_ends():
-    for path in (support.ROOT / "megatron_ft").rglob("*.py"):
+    for path in sources.MODULES:
         text = path.read_text(encoding="utf-8")
         said = {text.count("\n", 0, one.end()) + 1 for one in re.finditer(r"^ *# no limit: .*\n( *#.*\n)*", text, re.M)}
         advice = "a timeout, or a comment above it, '# no limit: why it ends'; no comment where there is no such wait"
-        assert unlimited(text) == said, f"{path}, lines {unlimited(text) ^ said}: {advice}"
+        found = unlimited(sources.nodes(path))
+        assert found == said, f"{path}, lines {found ^ said}: {advice}"
         assert "select.select(" not in text, "it takes no descriptor of 1,024 or more"
 
 
 def test_a_wait_is_recognised():
     codes = {code: bad for codes, bad in ((UNLIMITED, True), (LIMITED, False)) for code in codes.split("|")}
-    assert [code for code, bad in codes.items() if bool(unlimited(code.strip().replace("; ", "\n "))) != bad] == []
+    read = {code: [*ast.walk(ast.parse(code.strip().replace("; ", "\n ")))] for code in codes}
+    assert [code for code, bad in codes.items() if bool(unlimited(read[code])) != bad] == []
