@@ -146,7 +146,7 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "simulate",
         "simulate a whole training run with failures for each policy",
         "--preset llama3-16k --trials 5",
-        "--preset lab-64 --policy stacked_quota,restart --trace failures.csv",
+        "--preset lab-64 --policy stacked_quota,restart",
         "--like runs/a",
     )
     command(

@@ -3,7 +3,7 @@
 ``closed_forms`` has SPARe's equations (arXiv 2603.00357) and the two functions that the paper leaves open, ``quotas``
 the equations of policies without wipe-out (ReCoVer, arXiv 2605.11215, and stacked quotas). ``cluster`` is the input,
 ``presets`` are known clusters, ``inputs`` reads files and flags, ``estimate`` combines the equations, ``plan_tables``
-and ``plan_plots`` show the result.
+shows the result.
 
 **All assumptions**, for a comparison of a simulation with these numbers:
 

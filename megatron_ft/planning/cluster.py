@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from math import inf
 
 from megatron_ft.config.validators import POSITIVE, check, number, or_none, setting, whole_number
@@ -92,10 +92,6 @@ class Cluster:
     def failure_free_s(self) -> float:
         """T_0: time of all steps without a failure and without a checkpoint, in seconds."""
         return self.steps * self.step_s
-
-    def scaled(self, groups: int) -> Cluster:
-        """Return the same job with ``groups`` groups: the failure rate per node and all other times are the same."""
-        return replace(self, gpus=groups * self.gpus_per_group, mtbf_s=self.mtbf_s * self.groups / groups)
 
     def _check_sizes(self) -> None:
         if self.gpus % self.gpus_per_group:

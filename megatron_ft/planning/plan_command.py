@@ -40,7 +40,6 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="also say how many microbatches to verify, for a host that computes this share of its microbatches wrongly",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the time that failures cost over cluster size")
     parser.add_argument(
         "--out", type=Path, metavar="JSON", help="write the fault_tolerance section, with all that is recommended"
     )
@@ -87,10 +86,6 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
 
 def cluster(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the options describe. Raises ``ConfigError``."""
-    if options.plot:
-        from megatron_ft.planning import plan_plots  # its import takes half a second, which a table does not need
-
-        plan_plots.check_path(options.plot)
     flags = {name: getattr(options, name) for name in inputs.NAMES}
     values = {} if options.measured is None else measured.measured(RunRecord.load(options.measured))
     return inputs.cluster(options.preset, options.file, flags, values)
@@ -110,10 +105,6 @@ def run(options: argparse.Namespace) -> int:
     plan = recommend(described, options.redundancy)
     pasted, hints = config_section.choose(described, plan, refused)
     source = PRESETS[options.preset].source if options.preset else None
-    if options.plot:
-        from megatron_ft.planning import plan_plots
-
-        plan_plots.plan_plot(described, plan, options.plot)
     if options.out:
         if pasted is None:
             raise ConfigError(f"there is no section to write to {options.out}: {hints[0]}")
@@ -136,7 +127,6 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"# {escape(hint)}", soft_wrap=True)
     if share is not None:
         verified_share.table(described, share).show(console)
-    for what, path in (("picture", options.plot), ("section", options.out)):
-        if path:
-            print(f"{what}: {path}")
+    if options.out:
+        print(f"section: {options.out}")
     return 0

@@ -84,7 +84,7 @@ def test_copies_in_the_slack_cost_nothing_and_make_a_patch_smaller():
     assert slack.lose([0]).patch <= plain.lose([0]).patch
 
 
-@pytest.mark.parametrize("flags", [["--preset", "lab-64"], ["--policy", "spare"], ["--trace", "t.csv"]])
+@pytest.mark.parametrize("flags", [["--preset", "lab-64"], ["--policy", "spare"]])
 def test_an_option_that_the_run_decides_is_refused(flags, tmp_path, capsys):
     assert cli.main(["simulate", "--like", str(tmp_path), *flags]) == 2
     assert f"leave {flags[0]} out" in " ".join(capsys.readouterr().err.split())

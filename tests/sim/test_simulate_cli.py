@@ -41,19 +41,6 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
     assert sum(found["parts_s"].values()) == pytest.approx(sum(t["time_s"] for t in found["trials"]) / 3)
 
 
-def test_a_trace(capsys, tmp_path):
-    trace = tmp_path / "trace.csv"
-    trace.write_text("seconds,group\n200,3\n100,1\n")
-    options = ("--policy", "spare", "--trials", 1, "--redundancy", 3, "--trace", trace)
-    _, out, _ = run(capsys, *SMALL, *options, "--json")
-    assert json.loads(out)["policies"]["spare"]["trials"][0]["failures"] == 2
-
-
-def test_the_picture(capsys, tmp_path):
-    code, shown, _ = run(capsys, *SMALL, "--trials", 1, "--policy", "spare", "--plot", tmp_path / "time.png")
-    assert code == 0 and (tmp_path / "time.png").stat().st_size > 5000 and "time.png" in shown
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -70,8 +57,6 @@ def test_the_picture(capsys, tmp_path):
         (["--rack-groups", "99"], "rack_groups is 99, the cluster has 12 groups"),
         (["--step-s", "-1"], "step_s is -1; it must be a number > 0"),
         (["--system-mtbf-s", "1"], "more often than one step"),
-        (["--trace", "nowhere.csv"], "trace nowhere.csv cannot be read"),
-        (["--plot", "nowhere/x.png"], "nowhere"),
         (["--rejoin-s", "none", "--policy", "stacked_quota_rejoin"], "needs --rejoin-s"),
     ],
 )
@@ -79,20 +64,3 @@ def test_a_mistake_is_told_in_one_line(capsys, arguments, words):
     code, out, err = run(capsys, *SMALL, *arguments)
     assert code == 2 and not out
     assert words in err and len(err.strip().splitlines()) == 1 and "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "its first line must name the columns seconds and group"),
-        ("time,group\n1,2\n", "must name the columns seconds and group"),
-        ("seconds,group\n1,x\n", "line 2: seconds is '1', group is 'x'"),
-        ("seconds,group\n", "holds no failure"),
-        ("seconds,group\n5,12\n", "group 12 fails at 5 s; groups are 0 to 11"),
-    ],
-)
-def test_a_bad_trace_is_told_in_one_line(capsys, tmp_path, text, words):
-    trace = tmp_path / "trace.csv"
-    trace.write_text(text)
-    code, _, err = run(capsys, *SMALL, "--trace", trace)
-    assert code == 2 and words in err and len(err.strip().splitlines()) == 1

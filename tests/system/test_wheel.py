@@ -78,8 +78,8 @@ def test_without_torch_all_but_training_works(wheel, tmp_path):
     have = ran(programs / "python", "-m", "pip", "list", "--format=json", cwd=here).stdout
     assert not {package["name"] for package in json.loads(have)} & set(ABSENT)
     assert "Fault-tolerant" in ft("--help").stdout
-    planned = ft("plan", "--preset", "lab-64", "--out", "ft.json", "--plot", "plan.png")
-    assert planned.returncode == 0 and (here / "plan.png").stat().st_size and json.loads((here / "ft.json").read_text())
+    planned = ft("plan", "--preset", "lab-64", "--out", "ft.json")
+    assert planned.returncode == 0 and json.loads((here / "ft.json").read_text())
     simulated = ft("simulate", "--preset", "lab-64", "--trials", 1, "--jobs", 1, "--json")
     assert simulated.returncode == 0 and json.loads(simulated.stdout)
     assert ft("examples", "--copy", "ft").returncode == 0

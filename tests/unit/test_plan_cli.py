@@ -10,7 +10,6 @@ import pytest
 
 from megatron_ft import cli
 from megatron_ft.config import schema
-from megatron_ft.planning import plan_plots
 
 GOLDEN = Path(__file__).parent / "data" / "plan-spare-600k.json"
 SIZES = ["--gpus", "64", "--gpus-per-group", "8", "--step-s", "2", "--steps", "10000"]
@@ -73,25 +72,6 @@ def test_the_section_can_be_pasted_from_the_output_and_from_a_file(capsys, tmp_p
     assert "# spare nodes: if a repair takes 24 h" in printed
     given = plan(capsys, "--preset", "lab-64", "--repair-hours", 100, "--job-mtbf-hours", 50)
     assert "with 4.17 days to repair a node" in given and "every 2.08 days" in given
-
-
-@pytest.mark.parametrize("change", [[], ["--rejoin-s", "none"], ["--gpus", "8"]])
-def test_the_picture_shows_what_each_policy_costs_at_the_given_size(capsys, tmp_path, monkeypatch, change):
-    drawn = []
-    monkeypatch.setattr(plan_plots.plt, "close", drawn.append)
-    path = tmp_path / "plan.png"
-    assert f"picture: {path}" in plan(capsys, "--preset", "lab-64", *change, "--plot", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    found, (figure,) = as_json(capsys, "--preset", "lab-64", *change), drawn
-    costs = {
-        row["policy"].replace("_rejoin", " + rejoin"): 100 * (row["relative_time"] - 1) for row in found["policies"]
-    }
-    lines = {line.get_label(): dict(line.get_xydata()) for line in figure.axes[-1].lines[: len(costs)]}
-    assert [text.get_text() for text in figure.legends[0].texts] == list(lines) == list(costs)
-    gpus = found["cluster"]["gpus"]
-    for policy, cost in costs.items():
-        if policy == "restart" or change != ["--gpus", "8"]:  # one group has nothing to share
-            assert lines[policy][gpus] == pytest.approx(max(cost, 0.001), rel=1e-2), policy
 
 
 def test_flags_replace_the_file_and_the_file_the_preset(capsys, tmp_path):
@@ -162,8 +142,6 @@ def refused(capsys, *arguments: object) -> str:
         ([*JOB, "--system-mtbf-s", "inf"], ["system_mtbf_s is inf"]),
         ([*JOB, *RATE, "--node-mtbf-hours", "9"], ["node_mtbf_hours and failures_per_1000_node_days", "one of them"]),
         ([*JOB, *RATE, "--file", "/nowhere/plan.json"], ["/nowhere/plan.json does not exist"]),
-        ([*JOB, *RATE, "--plot", "picture.gif"], ["--plot is picture.gif", ".png"]),
-        ([*JOB, *RATE, "--plot", "/nowhere/p.png"], ["/nowhere/p.png"]),
         ([*JOB, *RATE, "--out", "/nowhere/s.json"], ["/nowhere/s.json"]),
     ],
 )

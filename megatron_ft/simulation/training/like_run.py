@@ -97,7 +97,7 @@ class Comparison:
         }
 
 
-_OF_THE_RUN = ("preset", "measured", "policy", "trace", "period_s", "redundancy")
+_OF_THE_RUN = ("preset", "measured", "policy", "redundancy")
 
 
 def run(options: argparse.Namespace) -> int:

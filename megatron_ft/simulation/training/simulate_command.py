@@ -1,10 +1,8 @@
-"""The command ``megatron-ft simulate``: runs trials in several processes; prints a table or JSON, and draws a
-picture."""
+"""The command ``megatron-ft simulate``: runs trials in several processes; prints a table or JSON."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -42,11 +40,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="NAMES", help="policies, separated by commas (default: all)")
     for where, name, default, metavar, text in (
         (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
-        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
         (parser, "trials", 3, "N", "number of runs of each policy (default: 3)"),
         (parser, "seed", 0, "N", "seed of the first trial; all policies have equal seeds"),
         (parser, "jobs", os.cpu_count() or 1, "N", "number of processes (default: all cores)"),
-        (parser, "jitter", 0.05, "X", "relative standard deviation of all durations (default: 0.05)"),
         (failures, "shape", 0.78, "X", "Weibull shape; 1 is exponential (default: 0.78)"),
         (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
         (failures, "in-restart", "missing", "WHAT",
@@ -67,11 +63,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     failures.add_argument(
         "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
     )
-    failures.add_argument(
-        "--trace", type=Path, metavar="CSV", help="recorded failures, with the columns seconds and group"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the parts of the time")
     parser.set_defaults(run=run)
 
 
@@ -89,18 +81,12 @@ def run(options: argparse.Namespace) -> int:
     whole_number(1)("--jobs", options.jobs)
     whole_number(0)("--seed", options.seed)
     found = _simulate(settings, range(options.seed, options.seed + options.trials), options.jobs)
-    if options.plot:
-        from megatron_ft.simulation.training import simulation_plots
-
-        simulation_plots.where_the_time_went(cluster, found, options.plot)
     if options.json:
         print(json.dumps(as_json(cluster, settings, found), indent=2))
         return 0
     console = Console()
     table(cluster, settings, found).show(console)
     console.print(_legend(cluster), soft_wrap=True)
-    if options.plot:
-        print(f"picture: {options.plot}")
     return 0
 
 
@@ -147,42 +133,14 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
         rack_share=options.rack_share,
         rack_groups=options.rack_groups,
         mix=options.mix,
-        trace=read_trace(options.trace) if options.trace else (),
     )
     return Setting(
         cluster=cluster,
         redundancy=redundancy,
         failures=failures,
-        period_s=options.period_s,
-        jitter=options.jitter,
         in_restart=options.in_restart,
         restart_finds=options.restart_finds,
     )
-
-
-def read_trace(path: Path) -> tuple[tuple[float, int], ...]:
-    """Read recorded failures: CSV with the columns ``seconds`` (since the start) and ``group``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}") from None
-    rows = csv.DictReader(text.splitlines())
-    if rows.fieldnames is None or not {"seconds", "group"} <= set(rows.fieldnames):
-        raise ConfigError(
-            f"trace {path} has the columns {rows.fieldnames}; its first line must name the columns seconds and group"
-        )
-    found = []
-    for number, row in enumerate(rows, start=2):
-        try:
-            found.append((float(row["seconds"]), int(row["group"])))
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"trace {path}, line {number}: seconds is {row['seconds']!r}, group is {row['group']!r}; they must be a "
-                f"number and a whole number"
-            ) from None
-    if not found:
-        raise ConfigError(f"trace {path} holds no failure; leave --trace out to draw them")
-    return tuple(found)
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
