@@ -10,7 +10,7 @@ from tests.sources import MODULES, nodes
 from tests.unit.test_packages import package_of
 
 BUDGETS = {
-    "worker": 4955,
+    "worker": 4980,
     "core": 4660,
     "engines": 3730,
     "agent": 2980,

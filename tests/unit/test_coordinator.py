@@ -29,7 +29,7 @@ def test_the_files_of_a_lost_leaders_attempt_are_deleted_with_the_next_one(tmp_p
     one.on_signal(order)
     one._ask(MagicMock(view=View(1, live, "")), 6)
     one._attempt.dropped = "enough"
-    assert one._background.wait(60).error == "enough"
+    assert one._conductor.saver.wait(60).error == "enough"
     assert left.exists() == (0 in live)
 
 

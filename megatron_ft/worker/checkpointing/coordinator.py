@@ -1,8 +1,7 @@
 """The leader's side of saving: it answers every order at its boundary, and gives orders while its group is the lowest.
 
-The group that gave an order waits for the receipts in a thread beside training, makes a checkpoint of them (the
-manifest is last) and deletes checkpoints that are too old. Between two boundaries none of this runs, and a boundary
-where nothing is due costs one comparison.
+The group that gave an order conducts the attempt in a thread beside training (``worker.checkpointing.conductor``).
+Between two boundaries none of this runs, and a boundary where nothing is due costs one comparison.
 
 Failures it assumes: any writer, or the group that gave the order, is lost, late or slow; the store is away; the disk is
 full. The attempt is then dropped, logged and recorded, and its files are deleted; another one follows. Training never
@@ -15,15 +14,10 @@ save is the last. No group leaves before every group stands.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from megatron_ft import checkpoint, codec
+from megatron_ft import codec
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config import rank_env
@@ -33,69 +27,51 @@ from megatron_ft.core.lifecycle import checkpoint_protocol
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.state import GroupState
-from megatron_ft.errors import CheckpointError, RunStopped
+from megatron_ft.errors import RunStopped
 from megatron_ft.types import View, given
-from megatron_ft.utils import directory_lock
 from megatron_ft.worker import orders
-from megatron_ft.worker.checkpointing.participant import saved_key
+from megatron_ft.worker.checkpointing.conductor import LOOK_S, Attempt, Conductor
 from megatron_ft.worker.group_executor import GroupExecutor
 
 _log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
-_LOOK_S = (0.01, 0.5)
-"""Seconds until receipts are looked for again: at first, and at most."""
 _POLL_S = 0.02
-_PATIENCE_S = 1800.0
-"""Seconds after which a save is given up, if half of ``detector.collective_timeout_s`` (the time that other groups wait
-for this one at the end) is not less. A file system that hangs must not keep those that work from being used."""
 _TRIES_AT_END = 3
 STOPPED = "stopped"
 """The key under which the whole job is told that it ends, and why."""
 
 
-class _Attempt:
-    """An attempt that this rank conducts. The training thread writes ``meta`` and ``dropped``, the other thread reads
-    them. ``states``: if they differ, the checksums of the states of each writer and witness."""
-
-    def __init__(self, order: Saves, view: View, former: Saves | None) -> None:
-        self.order, self.view, self.former = order, view, former
-        self.states: dict[int, tuple[int, ...]] = {}
-        self.meta: dict[str, Any] | None = None
-        self.dropped = ""
-        self.late = self.stuck = False
-        self.blamed: set[int] = set()
-
-
 class CheckpointCoordinator:
-    """One leader's checkpoints. Only the training thread calls its methods, except for :meth:`on_signal`."""
+    """One leader's checkpoints. Only the training thread calls its methods, except for :meth:`on_signal`.
+
+    Large because an order, the attempt that follows it and what was heard of both are read together at each boundary.
+    """
 
     def __init__(self, executor: GroupExecutor, config: RunConfig) -> None:
         self._executor, self._config = executor, config
         self._rank = rank = executor.rank
-        self._agreement, self._own, self._history = rank.agreement, rank.agreement.clone(), rank.history
-        self._settings = config.fault_tolerance.checkpoint
-        self._directory = Path(self._settings.directory)
-        self.on = bool(self._settings.directory)
+        self._agreement, self._history, self._conductor = (
+            rank.agreement,
+            rank.history,
+            Conductor(rank.agreement, config),
+        )
+        settings = config.fault_tolerance.checkpoint
+        self.on = bool(settings.directory)
         self._wake, self._news = _NEVER, self.on
-        self._patience_s = min(_PATIENCE_S, config.fault_tolerance.detector.longest_collective_s / 2)
         self._began = self._last = time.monotonic()
         self._since = 0
-        period_s = self._settings.period_s
-        self._rhythm = checkpoint_protocol.CheckpointSchedule(
-            setting=None if period_s == config_module.AUTO else period_s
-        )
+        period_s = None if settings.period_s == config_module.AUTO else settings.period_s
+        self._rhythm = checkpoint_protocol.CheckpointSchedule(setting=period_s)
         self._order: Saves | None = None
         self._heard = Saves(-1, -1, "", (), -1)
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._tries, self._tries_at_end, self._passed = 0, 0, -1
         self._avoid: set[int] = set()
         self._asks_all = False
         self._saved_step, self._stuck = -1, False
         self._told: set[int] = set()
         self._why = ""
-        self._background = checkpoint.Saver()
-        self._lock: directory_lock.Lock | None = None
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
@@ -208,14 +184,14 @@ class CheckpointCoordinator:
         order = Saves(at, view.epoch, attempt, writers, me, last, witnesses)
         former = self._heard if self._heard.attempt and self._heard.by not in view.live else None
         self._order, self._heard, self._last = order, order, time.monotonic()
-        self._attempt = _Attempt(order, view, former)
-        refused = self._background.start(f"step {at}", partial(self._conduct, self._attempt))
+        self._attempt = Attempt(order, view, former)
+        refused = self._conductor.start(self._attempt)
         if refused:
             self._failed(refused)
 
     def _settle(self) -> None:
         """Take in the outcome of the attempt that this rank conducts."""
-        done = self._background.poll()
+        done = self._conductor.saver.poll()
         if done is None:
             return
         if done.error is not None:
@@ -269,8 +245,7 @@ class CheckpointCoordinator:
             return {}
         newest = self._saved_step
         if newest != step and not self._stuck:  # a leader before this one may have saved later
-            with contextlib.suppress(CheckpointError, OSError):
-                newest = max([newest, *(found.step for found in checkpoint.find(self._directory) if found.complete)])
+            newest = max(newest, self._conductor.newest())
         return {"saved": None if newest < 0 else newest}
 
     def _stop(self, order: Saves, state: GroupState, mine: bool) -> None:
@@ -279,7 +254,7 @@ class CheckpointCoordinator:
         self._rank.progress.enter("waiting")
         stands = f"stands/{order.attempt}"  # the groups that do not go on after this save
         self._agreement.stands(stands)
-        deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
+        deadline, (pause, longest) = time.monotonic() + self._conductor.patience_s, LOOK_S
         reason = None
         # no limit: the attempt to save has a limit, the end of the epoch ends it, and agents kill ranks 25 s after a
         # stop
@@ -312,102 +287,4 @@ class CheckpointCoordinator:
 
     def close(self) -> None:
         """Release the directory for the next job: the run has ended."""
-        if self._lock is not None:
-            self._lock.release()
-
-    # --- the thread beside training -----------------------------------------------------------------------------------
-
-    def _conduct(self, attempt: _Attempt) -> dict[str, Any]:
-        """Conduct an attempt from the order to the checkpoint. Raises ``CheckpointError``."""
-        order = attempt.order
-        self._own.announce(order)
-        self._discard_former(attempt.former)
-        try:
-            receipts = self._await(attempt)
-            self._refuse_different_states(attempt, receipts)
-            written = [receipt for (voice, _), receipt in receipts.items() if voice < len(order.writers)]
-            self._hold()
-            made = checkpoint.complete(
-                self._directory,
-                order.at,
-                order.attempt,
-                written,
-                run_id=self._agreement.run_id,
-                groups=len(attempt.view.live),
-                ranks_per_group=self._config.ranks_per_group,
-                meta=attempt.meta,
-            )
-        except CheckpointError:
-            checkpoint.discard(self._directory, order.at, order.attempt)
-            raise
-        try:
-            checkpoint.prune(self._directory, self._settings.keep)
-        except CheckpointError as error:  # the checkpoint itself is complete
-            _log.info(str(error))
-        return {"path": str(made), "bytes": sum(f["bytes"] for receipt in written for f in receipt["files"].values())}
-
-    def _discard_former(self, former: Saves | None) -> None:
-        """Delete the files of a lost leader's attempt, which may have been completed all the same."""
-        if former is None:
-            return
-        for found in checkpoint.find(self._directory):
-            if found.unfinished and found.path.endswith(former.attempt):
-                checkpoint.discard(self._directory, former.at, former.attempt)
-
-    def _await(self, attempt: _Attempt) -> dict[tuple[int, int], dict[str, Any]]:
-        """Return the receipts of all writers and witnesses; the loss of a group with a receipt does not matter."""
-        order, receipts = attempt.order, {}
-        missing = [(voice, p) for voice in range(len(order.voices)) for p in range(self._config.ranks_per_group)]
-        deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
-        while True:
-            dropped = attempt.dropped  # before the look: receipts from before the drop are seen
-            for place in missing:
-                said = self._own.get(saved_key(*place))
-                if said is not None and (said["step"], said["attempt"]) == (order.at, order.attempt):
-                    self._refuse_errors(attempt, place, said)
-                    receipts[place] = said
-            missing = [place for place in missing if place not in receipts]
-            if not missing and attempt.meta is not None:
-                return receipts
-            if dropped:
-                raise CheckpointError(dropped)
-            if time.monotonic() > deadline:
-                attempt.blamed, attempt.stuck = {order.voices[voice] for voice, _ in missing}, True
-                names = ", ".join(f"position {p} of group {order.voices[voice]}" for voice, p in missing)
-                raise CheckpointError(
-                    f"not written within {self._patience_s:g} s by {names}; does that file system hang?"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    def _refuse_errors(self, attempt: _Attempt, place: tuple[int, int], said: dict[str, Any]) -> None:
-        if "error" in said:
-            group = attempt.order.voices[place[0]]
-            attempt.late, attempt.blamed = said.get("late", False), {group}
-            who = f"group {group}"
-            named = said["error"].startswith(f"{who} ")
-            raise CheckpointError(said["error"] if named else f"{who}: {said['error']}")
-
-    def _refuse_different_states(
-        self, attempt: _Attempt, receipts: Mapping[tuple[int, int], Mapping[str, Any]]
-    ) -> None:
-        """Refuse states that are not equal in all groups that were asked."""
-        found = {
-            group: tuple(receipts[voice, position]["state"] for position in range(self._config.ranks_per_group))
-            for voice, group in enumerate(attempt.order.voices)
-        }
-        if len(set(found.values())) > 1:
-            attempt.states = found
-            names = " ".join(map(str, sorted(found)))
-            raise CheckpointError(f"the states of groups {names} differ, so no checkpoint is made of them")
-
-    def _hold(self) -> None:
-        """Check with its lock that the directory is still this run's: another job may have been given it meanwhile."""
-        try:
-            if self._lock is not None:
-                self._lock.check()
-                return
-        except CheckpointError:
-            given(self._lock).release()  # another leader of this run held it, or another run: the new lock decides
-            self._lock = None
-        self._lock = directory_lock.lock(self._directory, self._agreement.run_id)
+        self._conductor.close()
