@@ -1,4 +1,4 @@
-"""SimGrid beside our formula of the all-reduce (megatron_ft/planning/allreduce.py) and our simulator of whole runs.
+"""SimGrid beside our formula of the all-reduce (tools/allreduce.py) and our simulator of whole runs.
 
     python benchmarks/simgrid.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 
-from megatron_ft.planning.allreduce import allreduce_s
+from tools.allreduce import allreduce_s
 
 sys.path.insert(0, str(common.ROOT))
 from tools import simgrid_allreduce as tool

@@ -1,6 +1,6 @@
 """An all-reduce in SimGrid, message by message: ``/usr/bin/python3 tools/simgrid_allreduce.py --hosts 2 8 --bytes 1e9``.
 
-A second opinion on ``megatron_ft/planning/allreduce.py``: no formula here, only messages. Rank r contributes
+A second opinion on ``tools/allreduce.py``: no formula here, only messages. Rank r contributes
 the number 2^r, so that a sum tells what is in it, and at the end every rank must hold the sum of all. Lists of values
 mean all their combinations; the times go to stdout as JSON.
 

@@ -57,9 +57,9 @@ def compare(python: str, policy: str, groups: int, steps: int, seed: int) -> dic
 def _setting(policy: str, groups: int, steps: int, seed: int) -> Any:
     import numpy as np
 
-    from megatron_ft.planning.allreduce import allreduce_s
     from megatron_ft.planning.cluster import Cluster
     from megatron_ft.simulation.training.setting import Failures, Setting
+    from tools.allreduce import allreduce_s
 
     dice, count = np.random.default_rng(seed), 20 * steps
     gaps = MTBF_S / gamma(1 + 1 / SHAPE) * dice.weibull(SHAPE, count)

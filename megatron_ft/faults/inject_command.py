@@ -16,7 +16,6 @@ from megatron_ft.faults import schedule as schedule_module
 from megatron_ft.faults.injector import DONE, Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog import run_directory
-from megatron_ft.runlog.live_run import run_size
 from megatron_ft.utils import shared_file, terminal
 from megatron_ft.utils.tables import Column, FittedTable
 
@@ -141,7 +140,7 @@ def _size(options: argparse.Namespace) -> tuple[int, int]:
     deadline = time.monotonic() + (0.0 if options.dry_run else options.start_timeout_s)
     while True:
         try:
-            return run_size(options.run_dir)
+            return run_directory.size(options.run_dir)
         except LaunchError:
             if time.monotonic() >= deadline:
                 raise

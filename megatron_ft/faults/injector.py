@@ -20,13 +20,13 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Literal
 
+from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import host_faults, injection_points, process_lookup
 from megatron_ft.faults.injection_points import FaultCommand
 from megatron_ft.faults.process_lookup import Process, Rank
 from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
-from megatron_ft.runlog import history
-from megatron_ft.runlog.live_run import Growing, uses_etcd
+from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.types import given
 from megatron_ft.utils import shared_file
 
@@ -59,6 +59,23 @@ class Case:
         return f"{self.number} {self.fault.kind} {self.fault.whom()} ({self.fault.when()})"
 
 
+class _Record(run_state.Watched):
+    """The state of the live run, with the lines of the faults that were ordered."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self._ordered: dict[str, list[dict[str, Any]]] = {}
+
+    def of(self, key: str) -> list[dict[str, Any]]:
+        """Return the lines of one fault."""
+        return self._ordered.get(key, [])
+
+    def take(self, line: dict[str, Any]) -> None:
+        super().take(line)
+        if line["event"] == "inject" and "fault" in line:
+            self._ordered.setdefault(line["fault"], []).append(line)
+
+
 class Injector:
     """Injects one schedule into one run on this host. Call :meth:`run` once.
 
@@ -83,7 +100,7 @@ class Injector:
         self._min_survivors, self._start_timeout_s, self._say = min_survivors, start_timeout_s, say
         self._draw = None if isinstance(schedule, Schedule) else schedule
         self.cases = _cases(schedule) if isinstance(schedule, Schedule) else []
-        self._record = Growing(run_dir)
+        self._record = _Record(run_dir)
         self._agent: Process | None = None
         self._struck: set[int] = set()
         self._posted: dict[tuple[int, int], tuple[Rank, tuple[FaultCommand, ...]]] = {}
@@ -205,7 +222,7 @@ class Injector:
         """A store that has just died returns in a moment; etcd cannot be killed from here."""
         if process_lookup.store(self._run_dir, given(self._agent)) is not None:
             return False
-        if uses_etcd(self._run_dir):
+        if is_etcd(run_directory.config(self._run_dir).get("fault_tolerance", {}).get("store", "")):
             self._end(case, "refused", "the store of the run is etcd; kill a member of it on its host")
         return True
 

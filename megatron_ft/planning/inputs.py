@@ -6,21 +6,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megatron_ft.config import settings_file
-from megatron_ft.config.validators import POSITIVE, nearest, number, one_of
+from megatron_ft.config.validators import POSITIVE, nearest
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import closed_forms
-from megatron_ft.planning.allreduce import Algorithm, allreduce_s
 from megatron_ft.planning.cluster import OPTIONAL, Cluster
 from megatron_ft.planning.presets import PRESETS
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
-NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
-"""Inputs that replace ``allreduce_s``: the size of one position's gradients, and the link over which it reduces
-them."""
-NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES, *NETWORK)
+NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES)
 """Keys of a file. Flags have the same names, with dashes."""
 NONE = "none"
 """The text of a flag for a value that does not exist; in a file it is null."""
@@ -52,7 +48,7 @@ def cluster(
             raise ConfigError(f"{' and '.join(rates)} are both given, but define the same quantity; give one of them")
         if rates:
             inputs = {name: value for name, value in inputs.items() if name not in RATES}
-        inputs = {**_without_older_network(inputs, layer), **layer}
+        inputs = {**inputs, **layer}
     return build(inputs)
 
 
@@ -76,36 +72,10 @@ def build(inputs: Mapping[str, Any]) -> Cluster:
             f"missing: {', '.join(missing)}; give them as flags or in a --file, or begin with a --preset "
             f"({', '.join(PRESETS)})"
         )
-    values = {name: value for name, value in inputs.items() if name not in (*RATES, *NETWORK)}
-    if any(name in inputs for name in NETWORK):
-        values["allreduce_s"] = _allreduce_s(
-            inputs, Cluster(**{**values, "allreduce_s": 0.0}, mtbf_s=float("1e18")).groups
-        )
+    values = {name: value for name, value in inputs.items() if name not in RATES}
     # The other values are checked with a valid mtbf_s, so that a mistake in the rate is reported by the rate's own name.
     sizes = Cluster(**values, mtbf_s=float("1e18"))
     return Cluster(**values, mtbf_s=_system_mtbf_s(inputs, sizes))
-
-
-def _without_older_network(inputs: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the link where ``layer`` has seconds, and the seconds where it has a link. Both in one layer are refused."""
-    network = [name for name in NETWORK if name in layer]
-    if network and "allreduce_s" in layer:
-        raise ConfigError(
-            f"allreduce_s and {network[0]} are both given, but define the same quantity; give one of them"
-        )
-    old = ("allreduce_s",) if network else NETWORK if "allreduce_s" in layer else ()
-    return {name: value for name, value in inputs.items() if name not in old}
-
-
-def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
-    """Return the time of one position's all-reduce over its own link, by formula (``allreduce``)."""
-    for name in ("gradient_gb", "link_gb_s"):
-        if name not in inputs:
-            raise ConfigError(f"{name} is missing; give {_flag(name)} too, or the seconds themselves: --allreduce-s")
-    size_gb, latency_us = (number(0)(name, inputs.get(name, 0.0)) for name in ("gradient_gb", "link_latency_us"))
-    link_gb_s = POSITIVE("link_gb_s", inputs["link_gb_s"])
-    algorithm = one_of(*get_args(Algorithm))("allreduce_algorithm", inputs.get("allreduce_algorithm", "ring"))
-    return allreduce_s(groups, size_gb * 1e9, link_gb_s * 1e9, latency_us * 1e-6, algorithm)
 
 
 def read(path: Path) -> dict[str, Any]:

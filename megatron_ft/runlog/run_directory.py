@@ -192,6 +192,14 @@ def config(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def size(run_dir: Path) -> tuple[int, int]:
+    """Return a run's number of groups and of ranks in each. Raises ``LaunchError`` if the directory has no run."""
+    found = config(run_dir)
+    if not {"groups", "ranks_per_group"} <= found.keys():
+        raise LaunchError(f"{run_dir} holds no run (no config.json that can be read); give the --run-dir of a launch")
+    return found["groups"], found["ranks_per_group"]
+
+
 def launch_of(run_dir: Path) -> str:
     """Return the ``--job-id`` of the launch recorded there; "" if there is none."""
     return str(config(run_dir).get("job", ""))

@@ -44,7 +44,6 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--restart-finds", "survivors", "--policy", "spare"], "spare has a placement for all groups"),
         (["--policy", "magic"], "--policy 'magic' is not known; there are: restart, replication"),
         (["--redundancy", "13"], "13"),
         (["--redundancy", "9", "--policy", "spare"], "take at most"),
@@ -52,9 +51,7 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
         (["--seed", "-1"], "--seed is -1; it must be a whole number >= 0"),
         (["--shape", "x"], "shape is 'x'; it must be a number > 0"),
         (["--shape", "0"], "shape is 0; it must be a number > 0"),
-        (["--rack-share", "2"], "rack_share is 2; it must be a number from 0 to 1"),
         (["--renewal", "daily"], "renewal is 'daily'; it must be one of: system, groups, replaced"),
-        (["--rack-groups", "99"], "rack_groups is 99, the cluster has 12 groups"),
         (["--step-s", "-1"], "step_s is -1; it must be a number > 0"),
         (["--system-mtbf-s", "1"], "more often than one step"),
         (["--rejoin-s", "none", "--policy", "stacked_quota_rejoin"], "needs --rejoin-s"),

@@ -248,6 +248,7 @@ def test_quotas_without_rejoin_under_other_assumptions(N, limit):
         ({"in_restart": "never"}, "missing, none, again"),
         ({"restart_finds": "nobody"}, "everybody, survivors, divisor"),
         ({"duration_s": 0.0}, "duration_s is 0.0"),
+        ({"redundancy": 3, "failures": Failures(rack_groups=99)}, "rack_groups is 99, the cluster has 12 groups"),
     ],
 )
 def test_nonsense_is_refused_with_the_rule(changes, words):
@@ -267,6 +268,11 @@ def test_nonsense_is_refused_with_the_rule(changes, words):
 def test_nonsense_about_failures_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         Failures(**changes)
+
+
+def test_a_placement_for_all_groups_cannot_restart_with_fewer():
+    with pytest.raises(ConfigError, match="spare has a placement for all groups"):
+        POLICIES["spare"](Setting(cluster=small(), redundancy=3, restart_finds="survivors"))
 
 
 def test_a_trace_of_another_cluster_is_refused():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.planning.allreduce import allreduce_s
 from tools import simgrid_allreduce as tool
+from tools.allreduce import allreduce_s
 
 pytestmark = pytest.mark.system
 

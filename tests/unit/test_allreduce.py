@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.planning.allreduce import allreduce_s
+from tools.allreduce import allreduce_s
 
 S, B, L = 1e9, 12.5e9, 1e-5
 

@@ -187,36 +187,3 @@ def test_yaml_without_pyyaml_says_what_to_install(capsys, tmp_path, monkeypatch)
     (tmp_path / "plan.yaml").write_text("gpus: 64\n")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert "pip install 'megatron_ft[yaml]'" in refused(capsys, "--file", tmp_path / "plan.yaml")
-
-
-def test_the_all_reduce_from_bytes_and_bandwidth(capsys):
-    """Ring: 2 (N-1)/N S/B + 2 (N-1) L; it replaces the seconds of a preset, and seconds replace it."""
-    network = ["--gradient-gb", "4", "--link-gb-s", "25", "--link-latency-us", "10"]
-    found = as_json(capsys, *JOB, *RATE, *network)["cluster"]["allreduce_s"]
-    assert found == pytest.approx(2 * 7 / 8 * 4 / 25 + 2 * 7 * 10e-6)
-    tree = as_json(capsys, *JOB, *RATE, *network, "--allreduce-algorithm", "tree")["cluster"]["allreduce_s"]
-    assert tree > found
-    assert as_json(capsys, "--preset", "spare-600k", *network)["cluster"]["allreduce_s"] < 1
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--gradient-gb", "4"], "link_gb_s is missing; give --link-gb-s too"),
-        (["--gradient-gb", "4", "--link-gb-s", "0"], "link_gb_s is 0"),
-        (["--gradient-gb", "-4", "--link-gb-s", "1"], "gradient_gb is -4; it must be a number >= 0"),
-        (
-            ["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-s", "1"],
-            "allreduce_s and gradient_gb are both given",
-        ),
-        (
-            ["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-algorithm", "star"],
-            "'star'; it must be one of: ring, tree",
-        ),
-        (["--gradient-gb", "400", "--link-gb-s", "1"], "allreduce_s is 700 and step_s is 2"),
-    ],
-)
-def test_an_impossible_network_is_reported_in_one_line(capsys, arguments, words):
-    assert cli.main(["plan", *JOB, *RATE, *arguments]) == 2
-    told = capsys.readouterr().err
-    assert words in told and len(told.strip().splitlines()) == 1

@@ -29,7 +29,7 @@ from megatron_ft.errors import CheckpointError, FTError, LaunchError
 from megatron_ft.faults import injection_points
 from megatron_ft.faults.injection_points import InjectionPoints
 from megatron_ft.faults.injector import Injector
-from megatron_ft.runlog import history, live_run, run_directory
+from megatron_ft.runlog import history, run_directory
 from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import given
 from megatron_ft.utils import directory_lock, durable_file, shared_file, vital_thread
@@ -199,7 +199,7 @@ OPENERS = {
     "lock of prepare": (".lock", lambda at: refuses(_prepare, at)),
     "lock of an injector": ("faults/lock", lambda at: refuses(_injector, at)),
     "fault orders": ("faults/g0.p0.json", _mailbox),
-    "configuration": ("config.json", lambda at: refuses(live_run.run_size, at)),
+    "configuration": ("config.json", lambda at: refuses(run_directory.size, at)),
     "newest claim": ("told", _told),
     "a part of a full disk": (".key", lambda at: refuses(shared_file.open_file, at / ".key", shared_file.APPENDS)),
     "pulse": ("g0.p0", lambda at: refuses(progress_counters.ProgressCounters, at / "g0.p0")),

@@ -47,10 +47,6 @@ def options(parser: argparse.ArgumentParser) -> None:
         (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
         (failures, "in-restart", "missing", "WHAT",
          "a group that fails in a restart: missing, none, again or after (default: missing)"),
-        (failures, "restart-finds", "everybody", "WHO",
-         "groups after a restart: everybody, survivors or divisor (default: everybody)"),
-        (failures, "rack-share", 0.0, "X", "share of failures that take a whole rack"),
-        (failures, "rack-groups", 1, "N", "number of neighbouring groups in a rack (default: 1)"),
     ):  # fmt: skip
         where.add_argument(f"--{name}", type=inputs.as_number, default=default, metavar=metavar, help=text)
     parser.add_argument(
@@ -130,8 +126,7 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
         shape=options.shape,
         renewal=options.renewal,
         of_the_living=not options.hit_the_dead,
-        rack_share=options.rack_share,
-        rack_groups=options.rack_groups,
+        rack_groups=1,
         mix=options.mix,
     )
     return Setting(
@@ -139,7 +134,6 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
         redundancy=redundancy,
         failures=failures,
         in_restart=options.in_restart,
-        restart_finds=options.restart_finds,
     )
 
 

@@ -1,4 +1,4 @@
-"""Time of the all-reduce between groups, from bytes and bandwidth, where it has not been measured.
+"""Time of the all-reduce between groups, from bytes and bandwidth: what SimGrid's is compared with.
 
 The model is that of Thakur, Rabenseifner and Gropp (Optimization of Collective Communication Operations in MPICH, 2005,
 sections 2 and 4.5): a message of n bytes takes ``latency_s + n / bandwidth_bytes_s``, a host sends and receives at the
