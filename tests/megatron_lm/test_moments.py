@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ft.config import megatron_lm_arguments
+from megatron_ft.faults import kill as inject
+from megatron_ft.utils import shared_file
 from tests import support
 from tests.megatron_lm import runs
 
@@ -57,6 +59,18 @@ def train_step(*arguments, **options):
 filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
 Session.train_step = train_step
 """
+_CLOCK = """
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from megatron.training import training
+from megatron_ft.integrations.megatron_lm import loop
+def now():
+    return time.time() + float(Path({clock!r}).read_text())
+loop.time = SimpleNamespace(time=now)
+training._TRAIN_START_TIME = now()
+"""
+"""The clock of ``--exit-duration-in-mins`` is ahead by the seconds in a file."""
 KILLS = {
     "a rank that writes": (f"once({WRITES}, lambda: kill(os.getpid()))", ()),
     "a rank whose checkpoint is written in the background": (f"once({BEGINS}, lambda: kill(os.getpid()))", BACKGROUND),
@@ -103,6 +117,29 @@ def test_a_process_dies_between_two_iterations(tmp_path, megatron, reference, ki
     newest, found = _saved(tmp_path)
     assert (len(run.live), run.events("checkpoint_failed")) == (1, [])
     assert newest == "12" and found[-2:] == ["iter_0000010", "iter_0000012"]
+
+
+@pytest.mark.long
+def test_the_minutes_of_a_run_count_from_its_start_whichever_groups_are_left(tmp_path, megatron):
+    steps, minutes, clock = 60, 120, tmp_path / "clock"
+    shared_file.write(clock, "0")
+    script = support.changed_script(tmp_path / "clock.py", _CLOCK.format(clock=str(clock)), runs.SCRIPT)
+    gate = support.Gate(tmp_path, slowly=steps, script=script)
+    own = ("--train-iters", steps, "--exit-duration-in-mins", minutes, "--save", tmp_path / "saved")
+    rejoin = {"enabled": True, "restarts_per_hour": 100}
+    run = runs.start(tmp_path / "run", megatron, 1, *OWN, *own, script=gate.script, rejoin=rejoin)
+    support.wait_for_step(run, 1)
+    for count, group in enumerate((1, 0), 1):
+        shared_file.write(clock, str(count * 60 * minutes / 3))
+        support.kill([inject.pid_of(run.directory, group, 0)])
+        support.wait_for(lambda count=count: len(run.events("rejoined")) == count and run.live == [0, 1], run)
+    shared_file.write(clock, str(60 * minutes + 1))  # since both groups were started again it is less
+    said = runs.said(run)
+    last = max(said.iterations)
+    assert last < steps and run.live == [0, 1] and f"stopped after step {last} of {steps}" in said.printed
+    assert _saved(tmp_path)[0] == str(last)
+    ends = [log for log in said.logs if "exiting program after" in log]
+    assert len(ends) == 2, "both groups say it"
 
 
 @pytest.mark.long

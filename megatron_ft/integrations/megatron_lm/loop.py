@@ -121,16 +121,20 @@ class Loop:
 
     def build_train_valid_test_datasets(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """One group builds the index files that Megatron keeps, while the others wait; then each reads them."""
-        marker = self._session.env.run_dir / "megatron_lm" / "datasets"
         found: list[Any] = []
 
         def build(path: Path) -> None:
             found.append(original(*arguments, **options))
             if not dist.get_rank():
-                shared_file.write(path, "")
+                shared_file.write_json(path, self._module._TRAIN_START_TIME)
 
-        self._session.save_together(marker, build)
+        self._session.save_together(self._marker, build)
         return found[-1] if found else original(*arguments, **options)
+
+    @property
+    def _marker(self) -> Path:
+        """File that says when the group began that has built the index files."""
+        return self._session.env.run_dir / "megatron_lm" / "datasets"
 
     def build_pretraining_data_loader(self, _: Callable[..., Any], dataset: Any, consumed: int) -> Source | None:
         args = self._args
@@ -190,6 +194,8 @@ class Loop:
         if self._grids is not None:
             self._engine.rounding.load(self._grids[dist.get_rank()])
         self._watch_savers()
+        if (begun := shared_file.read_json(self._marker)) is not None:  # a group that comes back has begun later
+            self._module._TRAIN_START_TIME = begun
         here = {"iteration": args.iteration, **{name: getattr(args, name) for name in _CARRIED}}
         self._started = session.constant("megatron_lm", here)
         self._skips = sorted(
