@@ -186,7 +186,7 @@ def test_a_state_that_differs_is_found_when_it_is_handed_to_a_group_that_is_behi
     assert run.process.returncode == 0, run.logs()
     behind, *after = run.events("view")[1:]
     assert (behind["step"], behind["source"], behind["behind"]) == (6, 0, [1])
-    lost = {group: why for view in after for group, why in view["lost"].items()}
+    lost = {group: why for view in reversed(after) for group, why in view["lost"].items()}  # when it was lost first
     assert lost.keys() == {"0", "1"} and "was not that of groups 2 3" in lost["0"], lost
     assert len({end["state"] for end in run.events("survivor")}) == 1
 
