@@ -31,7 +31,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ft.agent.checkpoint_cache import CheckpointCache
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService
+from megatron_ft.agent.heartbeat import _SIGNED, HeartbeatService
 from megatron_ft.auth import handshake
 from megatron_ft.auth.handshake import Door
 from megatron_ft.auth.secret import Key, Secret
@@ -42,6 +42,7 @@ from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import store
 from megatron_ft.coordination.store import NOTICES, ControlStore
+from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule
 from megatron_ft.doctor import bandwidth
@@ -296,7 +297,8 @@ def _beats() -> Iterator[Target]:
         return hosts[1]._others[0].beats > before
 
     def nearly(rng: random.Random) -> bytes:
-        return _MESSAGE.pack(_MAGIC, rng.choice((0, 1, 2**32 - 1)), rng.randrange(2**64), 0, True, rng.randbytes(16))
+        sender, count = rng.choice((0, 1, 2**32 - 1)), rng.randrange(2**64)
+        return hosts[0]._message(sender, 1, count, Said(0, True))[: _SIGNED.size] + rng.randbytes(16)
 
     yield Target(datagrams(("127.0.0.2", hosts[1].port), nearly), serves)
     for host in hosts:

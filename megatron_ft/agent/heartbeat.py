@@ -1,13 +1,14 @@
-"""Beats between the agents of a run: one small datagram to the other hosts, ten times a second
+"""Beats between the agents of a run: one small datagram to the other hosts, twenty times a second
 (``core.detection.heartbeats`` judges them, ``core.detection.link_detector`` chooses the receivers where hosts are many).
 
 An agent has nothing else to do, so its beat shows that its host and the way from it work, however busy the ranks are.
 One thread sends and receives; it never touches the control store, which may block.
 
-A beat also carries the newest claim that its host knows, and whether that host reaches the control store
-(``core.lifecycle.store_failover``). Every beat carries a counter and an HMAC with the run's secret, over all that and
-the numbers of both hosts. A beat that another process sends, or repeats, is dropped. While all hosts are heard, the kernel
-drops what comes from elsewhere than their last beats: a flood of datagrams would fill the socket's buffer.
+A beat also carries the newest claim that its host knows, whether that host reaches the control store
+(``core.lifecycle.store_failover``), and the hosts that it doubts; when these change, a beat is sent at once. Every beat
+carries a counter and an HMAC with the run's secret, over all that and the numbers of both hosts. A beat that another
+process sends, or repeats, is dropped. While all hosts are heard, the kernel drops what comes from elsewhere than their last
+beats: a flood of datagrams would fill the socket's buffer.
 
 Failures it assumes: datagrams are lost, doubled, late, replayed or forged, and come from other addresses than before.
 """
@@ -20,17 +21,20 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megatron_ft.auth.secret import MAC_BYTES, Key
-from megatron_ft.core.detection.heartbeats import Change, Listener, Said
+from megatron_ft.core.detection.heartbeats import DOUBTS, Change, Listener, Said
 from megatron_ft.utils import file_descriptors, socket_tracker
 from megatron_ft.utils.vital_thread import VitalThread
 
-BEAT_S = 0.1
-_MESSAGE = struct.Struct(f"!4sIQi?{MAC_BYTES}s")
-_SIGNED = struct.Struct("!IIQi?")
-_MAGIC = b"mft3"
+BEAT_S = 0.05
+_SIGNED = struct.Struct(f"!4sIIQi?{DOUBTS}i")
+_MAGIC = b"mft4"
+_NOBODY = -1
+MESSAGE_BYTES = _SIGNED.size + MAC_BYTES
+_LEAST_S = 0.001
 _BURST = 1000
 
 
@@ -48,6 +52,8 @@ class HeartbeatService(Listener):
         self._rank, self._key = rank, key.of("beat")
         self.says = Said()
         """The content of this host's beats; may be replaced at any time."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called by the thread when a host is silent or heard again."""
         self._count = 0
         self._addresses: dict[int, tuple[str, int]] = {}
         self._sources: dict[int, tuple[str, int]] = {}
@@ -90,27 +96,29 @@ class HeartbeatService(Listener):
         self._socket.close()
 
     def _run_on(self) -> None:
-        due = time.monotonic()
+        due = look = now = time.monotonic()
+        said: tuple[int, ...] = ()
         # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stop.is_set():
-            self._send()
-            due = max(due + BEAT_S, time.monotonic())
-            while (rest := due - time.monotonic()) > 0:
-                if file_descriptors.readable(self._socket, rest):
-                    self._receive()
-            self._receive()
-            for change in self.look(time.monotonic()):
-                self._changes.put(change)
-            self._filter()
+            if now >= due or said != self.doubts:
+                self._send()
+                said, due = self.doubts, min(max(due, now - BEAT_S), now) + BEAT_S
+            if file_descriptors.readable(self._socket, min(due, look) - now):
+                self._receive()
+            now = time.monotonic()
+            if said or now >= min(due, look):  # where a host is doubted, each beat may decide
+                for change in self.look(now):
+                    self._changes.put(change)
+                    self.changed()
+                look = now + max(self.rest_s, _LEAST_S)
+                self._filter()
 
     def _send(self) -> None:
         self._count += 1
-        says = self.says
+        says = replace(self.says, doubts=self.doubts)
         for rank, address in self._addresses.items():
-            mac = self._mac(self._rank, rank, self._count, says)
-            message = _MESSAGE.pack(_MAGIC, self._rank, self._count, says.newest, says.reaching, mac)
             try:
-                self._socket.sendto(message, address)
+                self._socket.sendto(self._message(self._rank, rank, self._count, says), address)
             except OSError:
                 continue  # no route, no buffer, refused: the receiver will miss the beat
 
@@ -118,22 +126,23 @@ class HeartbeatService(Listener):
         for _ in range(_BURST):
             try:
                 # no limit: it does not block: the socket is non-blocking
-                data, source = self._socket.recvfrom(64)
+                data, source = self._socket.recvfrom(MESSAGE_BYTES + 1)
             except BlockingIOError:
                 return
             except OSError:
                 continue  # an earlier beat was refused: no process listens there any more
-            if len(data) == _MESSAGE.size:
-                self._take(source[:2], *_MESSAGE.unpack(data))
+            if len(data) == MESSAGE_BYTES:
+                self._take(source[:2], data)
 
-    def _take(
-        self, source: tuple[str, int], magic: bytes, rank: int, count: int, newest: int, reaching: bool, mac: bytes
-    ) -> None:
+    def _take(self, source: tuple[str, int], data: bytes) -> None:
         """Hear a beat, unless it is forged."""
-        said = Said(newest, reaching)
-        forged = magic != _MAGIC or not hmac.compare_digest(mac, self._mac(rank, self._rank, count, said))
-        if not forged and self.hear(rank, count, said):
-            self._sources[rank] = source
+        signed, mac = data[: _SIGNED.size], data[_SIGNED.size :]
+        magic, sender, receiver, count, newest, reaching, *doubts = _SIGNED.unpack(signed)
+        sent = (magic, receiver) == (_MAGIC, self._rank)
+        if sent and hmac.compare_digest(mac, self._mac(signed)):
+            said = Said(newest, reaching, tuple(host for host in doubts if host != _NOBODY))
+            if self.hear(sender, count, said, time.monotonic()):
+                self._sources[sender] = source
 
     def _filter(self) -> None:
         """Let the kernel drop other datagrams than those of the hosts, as long as all are heard: one that is not may have
@@ -144,5 +153,10 @@ class HeartbeatService(Listener):
             self._passed = passed
             socket_tracker.accept_only(self._socket, passed)
 
-    def _mac(self, sender: int, receiver: int, count: int, said: Said) -> bytes:
-        return self._key.mac(_SIGNED.pack(sender, receiver, count, said.newest, said.reaching))[:MAC_BYTES]
+    def _message(self, sender: int, receiver: int, count: int, said: Said) -> bytes:
+        doubts = (*said.doubts, *[_NOBODY] * DOUBTS)[:DOUBTS]
+        signed = _SIGNED.pack(_MAGIC, sender, receiver, count, said.newest, said.reaching, *doubts)
+        return signed + self._mac(signed)
+
+    def _mac(self, signed: bytes) -> bytes:
+        return self._key.mac(signed)[:MAC_BYTES]

@@ -45,6 +45,7 @@ from megatron_ft.config import megatron_lm_arguments, rank_command
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
 from megatron_ft.core.detection import rank_health
+from megatron_ft.core.detection.link_detector import AGREED
 from megatron_ft.core.lifecycle import group_returns, spare_policy
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
@@ -185,6 +186,7 @@ class Agent:
 
     def _run(self) -> int:
         wakeup, speaks = Wakeup(stop_signals()), False
+        self._hosts.beats.changed = wakeup.wake
         try:
             for group, position in self._hosts.ranks:
                 self._ranks.start(group, position, 0, self._restarts.seats.view.epoch)
@@ -359,6 +361,7 @@ class Agent:
         """Report which hosts have become silent or are heard again. Hosts are busiest while ranks start."""
         if self._hosts.beats.least_s == _STARTING_S and self._record.summary().last_step is not None:
             self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+            self._hosts.beats.agreed_s = AGREED * self._hosts.beats.least_s
         changes = self._hosts.beats.changes()
         if changes or self._hosts.beats.silent():
             self._client.stir()  # where links are cut, a notice may be late or lost

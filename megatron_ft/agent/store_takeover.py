@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_ft.agent import operator_requests
-from megatron_ft.agent.heartbeat import BEAT_S
 from megatron_ft.agent.local_ranks import LocalRanks
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.coordination.store.tcp_store import TcpStore
@@ -31,6 +30,7 @@ from megatron_ft.utils import shared_file
 from megatron_ft.utils.console import say
 from megatron_ft.utils.vital_thread import described
 
+_LOOK_S = 0.1
 _END_S = 10.0
 """The longest wait for a look that is under way at the end; the file system may hang."""
 
@@ -76,7 +76,7 @@ class StoreTakeover(Here):
 
     def _run(self) -> None:
         # no limit: a thread of its own; whoever has started it tells it to stop
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(_LOOK_S):
             try:
                 carry_out(self._succession.look())
             except Exception as error:  # of a bug, too: this host would not take the store over any more

@@ -172,7 +172,8 @@ class DetectorConfig:
     doubled, and when the wait ends (docs/timeouts.md)."""
 
     heartbeat_timeout_s: float = setting(0.8, POSITIVE)
-    """A host that is silent for longer counts as cut off. The limit grows where heartbeats arrive late."""
+    """A host that is silent for longer counts as cut off; after 3/8 of that if more than half of all hosts say so at once.
+    Both limits grow where heartbeats arrive late."""
 
     straggler_factor: float = setting(
         1.5, Rule("0, or a number > 1", lambda value: is_number(value) and (value == 0 or value > 1), float)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
 
 from megatron_ft.utils import file_descriptors, lifeline
+
+_NO_SIGNAL = 0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -30,8 +33,14 @@ class Wakeup:
         self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals that have arrived, in order; none after ``timeout_s``."""
-        return list(os.read(self._read, 4096)) if file_descriptors.readable(self._read, timeout_s) else []
+        """Return the signals that have arrived, in order; none after ``timeout_s``, or :meth:`wake`."""
+        arrived = os.read(self._read, 4096) if file_descriptors.readable(self._read, timeout_s) else b""
+        return [number for number in arrived if number != _NO_SIGNAL]
+
+    def wake(self) -> None:
+        """End a wait at once. Any thread may call it."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, which ends the wait as well
+            os.write(self._write, bytes([_NO_SIGNAL]))
 
     def close(self) -> None:
         """Restore the former handlers."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from signal import SIGSTOP, SIGTERM
 from typing import Any
 
+from megatron_ft.core.detection.link_detector import AGREED
 from megatron_ft.core.detection.rank_health import LOOK_S
 from megatron_ft.core.scheduling.policies import DROP
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, FTError, RunStopped
@@ -167,7 +168,7 @@ def _innocent(played: Played, lines: Lines) -> list[str]:
         stood_s = max(lasted_s, played.stood.get(case.number, 0.0))
         if case.fault.kind == "stop" and stood_s > STOPPED_LIMIT_S - _SLACK_S:
             may_be.add(case.fault.group)
-        if case.fault.kind == "cut" and lasted_s > SILENCE_LIMIT_S - _BEATS_S:
+        if case.fault.kind == "cut" and lasted_s > AGREED * SILENCE_LIMIT_S - _BEATS_S:
             may_be |= takes(replace(case.fault, duration_s=max(lasted_s, SILENCE_LIMIT_S)), played.plan.job)
     may_be |= _held_in_vain(played)
     return [

@@ -30,13 +30,13 @@ SHORT = (1415, 1416, 1421, 1423, 1424, 1425)
 """Seeds of the short campaign: runs of all kinds, on few different jobs, each of which needs a run without failures."""
 STOPPED_LIMIT_S = 0.5
 """A rank that is stopped for longer is given up (``stopped_timeout_s``)."""
-SILENCE_LIMIT_S = 2.0
-"""A host that is not heard for longer may be given up (``heartbeat_timeout_s``). Longer than by default: on a busy machine
-an agent may not run for a second."""
+SILENCE_LIMIT_S = 5.0
+"""A host that is not heard for longer may be given up (``heartbeat_timeout_s``), after 3/8 of that where most hosts agree.
+Longer than by default: on a busy machine an agent may not run for a second."""
 _LONG_S, _SHORT_S, _GIL_S, _STORE_S = (0.6, 1.2), (0.05, 0.2), (1.0, 1.5), (0.3, 1.5)
 """The length of a stop that costs the group, of one that does not, of a held GIL, and of a stop of the agent or the
 store."""
-_CUT_LONG_S, _CUT_SHORT_S, _LOSS_S, _DISK_S = (3.0, 4.0), (0.1, 0.3), (0.5, 2.0), (0.2, 0.6)
+_CUT_LONG_S, _CUT_SHORT_S, _LOSS_S, _DISK_S = (6.0, 7.0), (0.1, 0.3), (0.5, 2.0), (0.2, 0.6)
 _KINDS = {"plain": 13, "numbers": 4, "hosts": 3}
 _SEVERAL_RANKS, _FULL_DISK = 0.35, 0.25
 """Shares of the plain runs."""

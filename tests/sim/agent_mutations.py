@@ -14,6 +14,7 @@ from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol import signals
 from megatron_ft.simulation.protocol.scenario import Fault, Scenario, draw_fail_over
+from megatron_ft.simulation.protocol.simulated_hosts import LEAST_S
 from tests.sim.planted import registry
 
 MUTATIONS, mutation = registry(range(400), draw_fail_over)
@@ -24,24 +25,24 @@ MUTATIONS, mutation = registry(range(400), draw_fail_over)
 
 @mutation("a heartbeat of an old incarnation counts, and one that is sent again", "is heard again, ")
 def _(patch):
-    def hear(self, host, count, said):
+    def hear(self, host, count, said, now):
         self._others[host].count = -1
-        return HEAR(self, host, count, said)
+        return HEAR(self, host, count, said, now)
 
     patch.setattr(Listener, "hear", hear)
 
 
-@mutation("an agent that was stopped evicts all others when it wakes up", "is silent, 0.25 s after")
+@mutation("an agent that was stopped evicts all others when it wakes up", "is silent, 0.1 s after")
 def _(patch):
     patch.setattr(link_detector, "LISTEN_S", 1e9)
 
 
-@mutation("a host is silent as soon as two heartbeats are missing", "is silent, 0.5 s after")
+@mutation("a host is silent as soon as two heartbeats are missing", "is silent, 0.2 s after")
 def _(patch):
-    patch.setattr(Peer, "timeout_s", lambda self, least_s: 0.4)
+    patch.setattr(Peer, "timeout_s", lambda self, least_s: 0.15)
 
 
-@mutation("a host that was never heard gets no time to begin", "is silent, 1 s after")
+@mutation("a host that was never heard gets no time to begin", "is silent, 0.9 s after")
 def _(patch):
     patch.setattr(link_detector, "FIRST_S", 0.0)
 
@@ -54,6 +55,61 @@ def _(patch):
 @mutation("no agent says that a host is heard again", "is silent, and hears it")
 def _(patch):
     patch.setattr(Listener, "look", lambda self, now: [change for change in LOOK(self, now) if not change.heard])
+
+
+def late_and_lost(seed):
+    """The agent of a host is stopped for a moment, and later that host dies."""
+    late = Fault(5.0, "agent stops", (seed % 3,), 2.0 + seed % 20 / 10)
+    return Scenario(seed, 3, 1, 1, 12, faults=(late, Fault(15.0, "host dies", (seed % 3,))), spare_hosts=0)
+
+
+@mutation("a host is doubted after less than the floor", "do not doubt", range(40), late_and_lost)
+def _(patch):
+    patch.setattr(Peer, "timeout_s", lambda self, least_s: 0.05 if least_s < LEAST_S else TIMEOUT(self, least_s))
+
+
+@mutation("a link that was late gets no more time", "s late before", range(40), late_and_lost)
+def _(patch):
+    patch.setattr(link_detector, "_FACTOR", 1.0)
+
+
+@mutation("a minority of the hosts agrees", "of the others only the hosts", range(400), draw_fail_over)
+def _(patch):
+    patch.setattr(link_detector, "are_agreed", lambda about, doubts, hosts: AGREED(about, doubts, 0))
+
+
+@mutation("a host is lost although another one hears it", "do not doubt")
+def _(patch):
+    def are_agreed(about, doubts, hosts):
+        return AGREED(about, dict.fromkeys(doubts, (about,)), hosts)
+
+    patch.setattr(link_detector, "are_agreed", are_agreed)
+
+
+def doubted_before(seed):
+    """All doubt host 0, hear it again, and then host 1 does not."""
+    faults = Fault(5.0, "agent stops", (0,), 8.0), Fault(13.5, "cut", (0, 1), 30.0)
+    return Scenario(seed, 3, 1, 1, 12, faults=faults, spare_hosts=0)
+
+
+@mutation("what a late heartbeat of earlier on doubts is believed", "do not doubt", range(180, 190), doubted_before)
+def _(patch):
+    def hear(self, host, count, said, now):
+        counts = HEAR(self, host, count, said, now)
+        if host in self._others:
+            self._others[host].said = said
+        return counts
+
+    patch.setattr(Listener, "hear", hear)
+
+
+@mutation("a host that may be silent itself is a witness", "of the others only the hosts", range(2200, 2230))
+def _(patch):
+    def witnesses(self):
+        heard = {host: one.said for host, one in self._others.items() if one.peer.rest_s(self.agreed_s) > 0.0}
+        return {host: said.doubts for host, said in heard.items() if said is not None}
+
+    patch.setattr(Listener, "_witnesses", witnesses)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -125,7 +181,7 @@ def _(patch):
 
 def fenced_unread(seed):
     """The group of host 1 is fenced while its agent, which is slow to read that, takes the store over."""
-    lost = Fault(12.0 + seed % 20, "host dies", (0,))
+    lost = Fault(12.0 + seed % 40, "host dies", (0,))
     faults = Fault(5.0, "disk slow", (1,), 100.0), lost, Fault(20.0, "freeze", (1,), 100.0)
     faults = tuple(sorted(faults, key=lambda fault: fault.at))
     return Scenario(seed, 3, 2, 1, 12, faults=faults, spare_hosts=0)
@@ -155,6 +211,8 @@ def _(patch):
 HEAR = Listener.hear
 LOOK = Listener.look
 LISTEN = link_detector.listen
+AGREED = link_detector.are_agreed
+TIMEOUT = Peer.timeout_s
 CLASSIFY = rank_health.classify
 DUE_STARTS = RestartManager.due
 STARTED = restart_policy.started

@@ -47,7 +47,7 @@ def _(patch):
     patch.setattr(Group, "fence", later)
 
 
-@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(880, 1000))
+@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(8005, 8015))
 def _(patch):
     only_what_follows(patch)
 
@@ -72,7 +72,7 @@ def _(patch):
     patch.setattr(Group, "fence", fence)
 
 
-@mutation("fenced seats stay in a view", "which claims had fenced", range(5000, 5100))
+@mutation("fenced seats stay in a view", "which claims had fenced", range(1270, 1290))
 def _(patch):
 
     def reads(self, claim):

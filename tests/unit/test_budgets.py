@@ -11,10 +11,10 @@ from tests.unit.test_packages import package_of
 
 BUDGETS = {
     "worker": 4980,
-    "core": 4660,
+    "core": 4700,
     "engines": 3730,
-    "agent": 2980,
-    "simulation": 3370,
+    "agent": 2990,
+    "simulation": 3395,
     "collectives": 2000,
     "coordination": 1820,
     "launchers": 1800,

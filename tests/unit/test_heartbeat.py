@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService
+from megatron_ft.agent.heartbeat import _MAGIC, MESSAGE_BYTES, HeartbeatService
 from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.utils import file_descriptors
 from tests.stores import await_
@@ -39,8 +40,7 @@ def heard(host: HeartbeatService, *datagrams: bytes) -> int:
 
 
 def beat(host: HeartbeatService, to: int, count: int, said: Said = NOTHING) -> bytes:
-    mac = host._mac(host._rank, to, count, said)
-    return _MESSAGE.pack(_MAGIC, host._rank, count, said.newest, said.reaching, mac)
+    return host._message(host._rank, to, count, said)
 
 
 def test_hosts_hear_each_other(hosts):
@@ -62,7 +62,7 @@ def test_a_flood_of_a_stranger_does_not_reach_the_buffer_while_all_hosts_are_hea
         await_(lambda: all(host._passed is not None for host in hosts), "all are heard")
         with socket.socket(hosts[0]._socket.family, socket.SOCK_DGRAM) as stranger:
             for _ in range(10_000):
-                stranger.sendto(_MAGIC + b"x" * 33, addresses[0])
+                stranger.sendto(_MAGIC.ljust(MESSAGE_BYTES, b"x"), addresses[0])
         before = {rank: other.beats for rank, other in hosts[0]._others.items()}
         await_(lambda: all(hosts[0]._others[rank].beats > before[rank] + 1 for rank in before), "all are still heard")
         assert dropped(hosts[0]._socket) >= 10_000, "by the filter"
@@ -106,11 +106,28 @@ def test_beats_carry_their_hosts_knowledge_of_the_control_store(hosts):
     await_(lambda: second.said() == {}, "it is silent")
 
 
+def test_hosts_agree_by_their_beats_that_one_is_lost(hosts):
+    addresses = {number: (f"127.0.0.{number + 1}", host.port) for number, host in enumerate(hosts)}
+    for host in hosts:
+        host.least_s, host.agreed_s = 1e9, 0.2
+        host.add(addresses)
+    await_(lambda: all(other.beats > 2 for host in hosts for other in host._others.values()), "all are heard")
+    first, second, third = hosts
+    woken = queue.SimpleQueue()
+    first.changed = lambda: woken.put(True)
+    third.close()
+    await_(lambda: first.silent() == second.silent() == {2}, "neither would say so alone")
+    assert woken.get(timeout=60)
+    first.close()
+    assert not second.look(0.0) and second.silent() == {2}, "one host is no majority of two"
+
+
 def test_a_forged_beat_does_not_count(hosts):
     first, second, _ = hosts
     stranger = HeartbeatService("127.0.0.9", 0, SECRET.of("another run"), 5.0)
     good = beat(first, 1, 7)
-    changed = [good[:8] + (9).to_bytes(8, "big") + good[16:], good[:20] + b"\x01" + good[21:]]
+    changed = [good[:12] + (9).to_bytes(8, "big") + good[20:], good[:24] + b"\x01" + good[25:]]
+    changed += [good[:25] + (2).to_bytes(4, "big") + good[29:]]
     changed += [good[:-1] + bytes([good[-1] ^ 1]), good[:-1], b"", good * 2]
     assert heard(second, beat(stranger, 1, 5), *changed, bytes(len(good))) == 0
     assert heard(second, good) == 1, "no forged counter has got ahead of it"

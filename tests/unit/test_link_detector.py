@@ -110,6 +110,22 @@ def test_the_hard_cases(silences, gone):
     assert who_leaves(silences, LIVE) == set(gone)
 
 
+@pytest.mark.parametrize(
+    "silences, settled",
+    [
+        ([(A, C), (B, C)], True),
+        ([(A, C), (B, C), (C, A), (C, B)], True),
+        ([(A, C)], False),  # B may hear it
+        ([(C, A), (C, B)], False),  # only the host that leaves has said something
+        ([(A, B), (A, C), (B, C)], False),  # two leave, and one stays
+    ],
+)
+def test_a_view_waits_for_no_host_once_all_that_stay_are_of_one_mind(silences, settled):
+    assert link_detector.are_unanimous(silences, LIVE, who_leaves(silences, LIVE)) == settled
+    assert not link_detector.are_unanimous([(A, B)], A + B, set(B)), "of two hosts either may be the one"
+    assert not link_detector.are_unanimous(silences, range(7), who_leaves(silences, LIVE)), "a host has said nothing"
+
+
 def test_no_more_hosts_leave_than_have_to_also_where_that_is_three():
     """Taken by the number of silent links, 2, 4 and 5 would leave; without 0 and 1 no two hosts miss each other."""
     one = [(group,) for group in range(6)]

@@ -2,7 +2,7 @@
 what each host has said last (``link_detector.listen`` judges a silence).
 
 The agent (``agent.heartbeat``) and the simulated agent (``simulation.protocol.simulated_hosts``) hand in the heartbeats
-that arrive, and look ten times a second or less often.
+that arrive, and look twenty times a second, or less often.
 
 Assumes: heartbeats are lost, doubled, late, sent again by a stranger, and overtake each other. Each agent counts its
 heartbeats, so one that is not newer than all before it tells nothing.
@@ -11,18 +11,22 @@ heartbeats, so one that is not newer than all before it tells nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ft.core.detection import link_detector
+
+DOUBTS = 8
+"""The most hosts that a heartbeat doubts. Where more are silent at once, the limit of one host alone holds for the rest."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The content of a heartbeat: the number of the newest claim known to the sender (-1: none), and whether the sender
-    hears the control store's host, or is answered by the store."""
+    """The content of a heartbeat: the number of the newest claim known to the sender (-1: none), whether the sender
+    hears the control store's host, or is answered by the store, and the hosts that it doubts (``link_detector``)."""
 
     newest: int = -1
     reaching: bool = False
+    doubts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class _Other:
     Attributes:
         count: the highest number of a heartbeat that was heard of it.
         beats: the number of its heartbeats that counted.
+        heard: local time of the last one.
         said: the content of the last one.
         peer: what is concluded from them.
     """
 
     count: int = 0
     beats: int = 0
+    heard: float = 0.0
     said: Said | None = None
     peer: link_detector.Peer = link_detector.Peer()
 
@@ -54,11 +60,16 @@ class _Other:
 class Listener:
     """The heartbeats that one host hears. One thread hears and looks; any thread may ask.
 
-    ``least_s`` may be changed at any time: silences shorter than that never count.
+    ``least_s`` may be changed at any time: silences shorter than that never count, or than ``agreed_s`` (default: the same)
+    where enough hosts agree.
     """
 
-    def __init__(self, least_s: float) -> None:
-        self.least_s = least_s
+    def __init__(self, least_s: float, agreed_s: float | None = None) -> None:
+        self.least_s, self.agreed_s = least_s, least_s if agreed_s is None else agreed_s
+        self.doubts: tuple[int, ...] = ()
+        """The hosts that this one doubts, the last heard first, at most ``DOUBTS``: its heartbeats say so."""
+        self.rest_s = float("inf")
+        """Seconds from the last look until the next silence may be too long."""
         self._others: dict[int, _Other] = {}
 
     def listen_to(self, hosts: Iterable[int]) -> None:
@@ -66,25 +77,40 @@ class Listener:
         # replaced, not changed: another thread may be using the old one
         self._others = {**{host: _Other() for host in hosts}, **self._others}
 
-    def hear(self, host: int, count: int, said: Said) -> bool:
-        """Take in a heartbeat, and return whether it counts."""
+    def hear(self, host: int, count: int, said: Said, now: float) -> bool:
+        """Take in a heartbeat at ``now``, and return whether it counts."""
         other = self._others.get(host)
         if other is None or count <= other.count:
             return False
-        other.count, other.said = count, said
+        other.count, other.said, other.heard = count, said, now
         other.beats += 1
         return True
 
     def look(self, now: float) -> list[Change]:
         """Judge the silences at ``now``, on a local monotonic clock in seconds, and return what has changed."""
-        changes = []
-        for host, other in self._others.items():
-            before = other.peer
-            after = other.peer = link_detector.listen(before, other.beats, now, self.least_s)
-            if after.lost != before.lost:
-                silent_s = before.silent_s if before.lost else after.silent_s
-                changes.append(Change(host, silent_s, heard=before.lost))
-        return changes
+        others = self._others
+        before = {host: other.peer for host, other in others.items()}
+        for other in others.values():
+            other.peer = link_detector.listen(other.peer, other.beats, now, self.least_s, other.heard)
+        doubted = {host for host, other in others.items() if other.peer.lost or other.peer.rest_s(self.agreed_s) < 0.0}
+        witnesses = self._witnesses()
+        hosts = 1 + sum(not other.peer.lost for other in others.values())
+        for host in sorted(doubted):
+            if link_detector.are_agreed(host, witnesses, hosts):
+                others[host].peer = replace(others[host].peer, lost=True)
+        self.doubts = tuple(sorted(doubted, key=lambda host: others[host].peer.silent_s)[:DOUBTS])
+        limits = ((other.peer, self.least_s if host in doubted else self.agreed_s) for host, other in others.items())
+        self.rest_s = min((peer.rest_s(least_s) for peer, least_s in limits if not peer.lost), default=float("inf"))
+        return [
+            Change(host, max(peer.silent_s, others[host].peer.silent_s), heard=peer.lost)
+            for host, peer in before.items()
+            if peer.lost != others[host].peer.lost
+        ]
+
+    def _witnesses(self) -> dict[int, tuple[int, ...]]:
+        """Return the hosts that were heard within ``agreed_s``, with those that they doubt: what others have said is old."""
+        lately = {host: one.said for host, one in self._others.items() if one.peer.silent_s < self.agreed_s}
+        return {host: said.doubts for host, said in lately.items() if said is not None}
 
     def known(self) -> set[int]:
         """Return the hosts that are, or were, listened to."""

@@ -1,6 +1,6 @@
 """Hosts that do not hear each other: the limit of a silence, and the hosts that leave.
 
-Every agent sends a beat to every other one, ten times a second; if there are many hosts, to some
+Every agent sends a beat to every other one, twenty times a second; if there are many hosts, to some
 (:func:`are_partners`). A missing beat has several possible causes: the other host is gone, or the way from it, or the
 way *to* it, or it was too busy. So silence accuses a pair of hosts, not one of them, and the silences of all agents are
 combined before any host leaves (hard cases 12, 13):
@@ -10,6 +10,11 @@ combined before any host leaves (hard cases 12, 13):
 - among equals, a host that has not accused another leaves first: it is probably gone; then the one with fewer live
   groups; then the one with the higher number, so that all groups decide the same.
 
+One agent alone waits long, because the fault may be its own. Each beat says which hosts its sender *doubts*: those whose
+silence is three times the longest gap of that link, and at least ``agreed_s``. When all hosts that an agent hears doubt
+the same host as it does, and together are more than half of all hosts, it waits no longer (:func:`are_agreed`). The side of
+a cut that has no majority, two hosts, and hosts of which each hears only some wait for ``least_s``.
+
 Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. A
 host that was never heard may not know this host yet, and is waited for longer.
 """
@@ -17,20 +22,22 @@ host that was never heard may not know this host yet, and is waited for longer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ft.types import GroupId
 
-LISTEN_S = 0.25
+LISTEN_S = 0.1
 """The most seconds that one look adds to a silence."""
+AGREED = 3 / 8
+"""``agreed_s`` as a part of ``least_s``."""
 FIRST_S = 30.0
 """Least time in seconds for which the first beat of a host is awaited."""
 _FACTOR = 3.0
 _MOST_S = 30.0
 """The limit of a silence grows no further, however slowly the gaps of a link have grown."""
-_GAP_FORGOTTEN = 0.999
-"""The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
+_GAP_FORGOTTEN = 0.9995
+"""The longest gap fades with every beat: half of it is forgotten after about 1,400, one minute and a quarter."""
 
 EVERYBODY = 32
 """Up to this number of hosts, all send beats to each other."""
@@ -76,18 +83,37 @@ class Peer:
         ``least_s``."""
         return max(least_s, min(_FACTOR * self.longest_s, _MOST_S) if self.beats else FIRST_S)
 
+    def rest_s(self, least_s: float) -> float:
+        """Return the seconds until the silence is too long; below 0 if it is."""
+        return self.timeout_s(least_s) - self.silent_s
 
-def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
-    """Take in the number of beats heard so far; ``lost`` of the result tells whether the other is silent for too long."""
+
+def listen(peer: Peer, beats: int, now: float, least_s: float, heard: float | None = None) -> Peer:
+    """Take in the number of beats heard so far, the last of them at ``heard`` (default: ``now``); ``lost`` of the result
+    tells whether the other is silent for too long."""
     if peer.looked is None:
         return replace(peer, looked=now, beats=beats)
-    silent_s = peer.silent_s + min(max(now - peer.looked, 0.0), LISTEN_S)
+    passed_s = min(max(now - peer.looked, 0.0), LISTEN_S)
     if beats == peer.beats:
-        return replace(peer, looked=now, silent_s=silent_s, lost=peer.lost or silent_s > peer.timeout_s(least_s))
+        peer = replace(peer, looked=now, silent_s=peer.silent_s + passed_s)
+        return replace(peer, lost=peer.lost or peer.rest_s(least_s) < 0.0)
+    since_s = min(max(now - (now if heard is None else heard), 0.0), passed_s)
+    silent_s = peer.silent_s + passed_s - since_s
     # A silence that led to an accusation is an outage, and must not make the next one be noticed later; nor must the first.
     faded_s = peer.longest_s * _GAP_FORGOTTEN ** (beats - peer.beats)
     longest_s = peer.longest_s if peer.lost or not peer.beats else max(faded_s, silent_s)
-    return replace(peer, looked=now, beats=beats, silent_s=0.0, longest_s=longest_s, lost=False)
+    return replace(peer, looked=now, beats=beats, silent_s=since_s, longest_s=longest_s, lost=False)
+
+
+def are_agreed(about: int, doubts: Mapping[int, Collection[int]], hosts: int) -> bool:
+    """Return whether enough hosts doubt a host that this one doubts.
+
+    Args:
+        about: the host that is doubted.
+        doubts: host that is heard here -> the hosts that it doubts.
+        hosts: number of all hosts that are not lost, with this one and ``about``.
+    """
+    return 2 * (len(doubts) + 1) > hosts and all(about in doubted for doubted in doubts.values())
 
 
 def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId]) -> frozenset[GroupId]:
@@ -104,6 +130,20 @@ def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId
         fewest = _fewest(pairs)
         units = fewest if fewest is not None and len(fewest) < len(units) else units
     return frozenset(present.intersection(itertools.chain(*units)))
+
+
+def are_unanimous(
+    silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId], leaving: Collection[GroupId]
+) -> bool:
+    """Return whether all hosts that stay miss all hosts that leave, and are more: what others may still say changes
+    nothing. ``silences``, ``live``: as in :func:`who_leaves`, whose result is ``leaving``."""
+    staying, gone = set(live) - set(leaving), set(leaving)
+    missing: dict[Unit, set[Unit]] = {}
+    for by, about in silences:
+        if staying & set(by) and gone & set(about):
+            missing.setdefault(about, set()).add(by)
+    told = all(staying <= set(itertools.chain(*by)) and len(by) > len(missing) for by in missing.values())
+    return told and gone <= set(itertools.chain(*missing))
 
 
 def _worst_first(pairs: Collection[tuple[Unit, Unit]], present: Collection[GroupId]) -> list[Unit]:

@@ -438,7 +438,7 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
         # A group that is a step ahead may have another patience, and the view's text must not depend on its writer.
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
-    if state.cut and state.settled_s < state.job.settle_s:
+    if state.cut and state.settled_s < state.job.settle_s and not _is_undisputed(state, silent):
         return ()
     over = any(report.step >= state.job.steps for report in state.reports.values())  # no group would connect any more
     asking = {} if over else state.asking
@@ -468,6 +468,15 @@ def _out(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupId, s
     return {**_cut_off(state, silent), **state.left, **state.dead}
 
 
+def _is_undisputed(state: GroupState, silent: Collection[GroupId]) -> bool:
+    """Return whether no host has to be waited for to say which hosts it misses."""
+    return link_detector.are_unanimous(state.cut, _standing(state, silent), _cut_off(state, silent))
+
+
+def _standing(state: GroupState, silent: Collection[GroupId]) -> set[GroupId]:
+    return set(state.view.live) - state.dead.keys() - state.left.keys() - set(silent)
+
+
 def _cut_off(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupId, str]:
     """Return the groups that leave because hosts do not hear each other, with the reason.
 
@@ -477,7 +486,7 @@ def _cut_off(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupI
     cut = state.cut
     if not cut:
         return {}
-    leaving = link_detector.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys() - set(silent))
+    leaving = link_detector.who_leaves(cut, _standing(state, silent))
     return {
         group: CUT_OFF + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
         for group in sorted(leaving)

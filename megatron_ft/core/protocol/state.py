@@ -38,7 +38,7 @@ class Job:
         min_groups: with fewer live groups the run stops.
         report_timeout_s: least time in seconds for which a report is awaited.
         settle_s: when hosts do not hear each other, no view is proposed for this long (seconds) after the last message
-            about that, so that all hosts have the time to say so.
+            about that, so that all hosts have the time to say so; less where they have (``are_unanimous``).
         placement: the groups that host each shard; None: every group hosts every shard.
         straggler_factor: a group that is slower than this multiple of the median of the others is slow; 0: none ever is.
         straggler_steps: number of slow steps in a row after which a group computes less.

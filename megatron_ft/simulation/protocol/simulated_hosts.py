@@ -15,13 +15,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft import codec
 from megatron_ft.core.detection import rank_health
 from megatron_ft.core.detection.heartbeats import Change, Listener, Said
-from megatron_ft.core.detection.link_detector import FIRST_S
+from megatron_ft.core.detection.link_detector import AGREED, FIRST_S
 from megatron_ft.core.lifecycle import group_returns, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Seat
 from megatron_ft.core.lifecycle.store_succession import PROBE_S, Here, Succession
@@ -40,16 +41,17 @@ if TYPE_CHECKING:
 
 SECOND = 10.0
 """The units of the kernel that are a second of agents, whose rules have their times in seconds: a group agrees faster."""
-TICK = 0.25 * SECOND
-"""Between two looks of an agent. It sends a heartbeat at each: a real one does so ten times a second."""
+TICK = 0.1 * SECOND
+"""Between two looks of an agent. It sends a heartbeat at each: a real one does so twenty times a second."""
 DRIFT = 0.05
 """The largest share by which the clock of an agent is too fast or too slow."""
-LEAST_S = 0.8
-"""A shorter silence of a host never counts."""
-FASTEST, SLOWEST, LATEST = 0.005 * SECOND, 0.125 * SECOND, 0.4 * SECOND
-"""A heartbeat takes between the first two times; one in ``ODD`` is late, or comes a second time later on, and the next one
-then is not, so without a fault no silence is as long as ``LEAST_S``."""
-ODD, DOUBLED_LATE = 0.1, 10 * SECOND
+LEAST_S, AGREED_S = 0.8, 0.8 * AGREED
+"""A shorter silence of a host never counts; the second one where agents agree."""
+FASTEST, SLOWEST, LATEST = 0.005 * SECOND, 0.05 * SECOND, 0.4 * SECOND
+"""A heartbeat takes between the first two times; a share of them is late, or comes a second time later on, and the next one
+then is not, so without a fault no silence is as long as ``AGREED_S``."""
+ODD, DOUBLED_LATE = (0.0, 0.01, 0.1), 10 * SECOND
+"""That share, one of these in each history, and the longest time between both."""
 LIMITS = rank_health.Limits(stopped_s=0.5, hang_s=4.0, first_s=4.0)
 """For giving up a rank: no work of a simulated group takes half as long."""
 PER_HOUR = 2
@@ -64,7 +66,10 @@ class Hosts:
         self.cluster, self.kernel, self.network = cluster, cluster.kernel, cluster.network
         self.rng = random.Random(f"hosts {cluster.scenario.seed}")
         self.air = random.Random(f"heartbeats {cluster.scenario.seed}")
+        self.odd = self.air.choice(ODD)
         self.boots = 0
+        self.doubted: set[tuple[Host, int, Host]] = set()
+        """Host, number of its heartbeat, another host that it had reason to doubt in it."""
         self.disk = Disk(self.kernel, random.Random(f"disk {cluster.scenario.seed}"), self._made)
         self.stores: dict[str, Store] = {}
         self.agents: dict[Host, Agent] = {}
@@ -124,11 +129,12 @@ class Hosts:
     def send_heartbeats(self, sender: Agent) -> None:
         """To every other agent. Datagrams wait in the socket of an agent that is stopped, and a frozen host gets none."""
         sender.sent += 1
-        said, rng = (sender.host, sender.sent, sender.says), self.air
+        sender.witness.sends()
+        said, rng = (sender.host, sender.sent, replace(sender.says, doubts=sender.listener.doubts)), self.air
         for other in self.agents.values():
             if other is sender or not self.network.open(sender.host, other.host):
                 continue
-            arrives, odd = self.kernel.now + rng.uniform(FASTEST, SLOWEST), rng.random() < ODD
+            arrives, odd = self.kernel.now + rng.uniform(FASTEST, SLOWEST), rng.random() < self.odd
             if odd and sender.sent > sender.odd.get(other.host, -1) + 1:
                 sender.odd[other.host] = sender.sent
                 if rng.random() < 0.5:
@@ -163,7 +169,7 @@ class Agent(Process, Here):
         # A host that comes back has another number in a real run; here, its heartbeats have greater ones.
         self.sent, self.odd = 1_000_000 * world.boots, dict[Host, int]()
         self.deaf_from = float("inf")
-        self.listener = Listener(LEAST_S)
+        self.listener = Listener(LEAST_S, AGREED_S)
         self.witness = Witness(self)
         self.watched: dict[Seat, rank_health.Watched] = {}
         self.away, self._unsaid, self._heard = True, 0, 0
@@ -241,7 +247,7 @@ class Agent(Process, Here):
         self.arriving = [datagram for datagram in waiting if datagram[0] > now]
         for arrived, host, count, said in sorted(waiting, key=lambda datagram: datagram[0]):
             if arrived <= now and arrived < self.deaf_from and host in self.listener.known():
-                self.listener.hear(host, count, said)
+                self.listener.hear(host, count, said, self.now())
                 self.witness.hears(host, count)
         self.deaf_from = float("inf")
 
@@ -420,9 +426,31 @@ class Witness:
         quiet_s, by = self.quiet_s(change.rank), self.agent.host
         self.agent.cluster.record("silence", by=by, about=change.rank, heard=change.heard)
         said = f"host {change.rank} is {'heard again' if change.heard else 'silent'}, {quiet_s:g} s after its last heartbeat"
-        least_s = LEAST_S if change.rank in self.heard else FIRST_S
+        least_s = AGREED_S if change.rank in self.heard else FIRST_S
+        gap_s = 0.9 * (self.gaps.get(change.rank, 0) - 1) * TICK / SECOND  # agents forget it slowly
         if quiet_s if change.heard else quiet_s < least_s * (1 - DRIFT):
             self.wrong(f"says that {said}")
+        elif not change.heard and quiet_s < 3 * gap_s * (1 - DRIFT):
+            self.wrong(f"says that {said}; one was {gap_s:.1f} s late before")
+        elif not change.heard and quiet_s < LEAST_S * (1 - DRIFT):
+            self.agrees(change.rank, said)
+
+    def agrees(self, about: Host, said: str) -> None:
+        """Check that enough other hosts have said that they doubt this one, in the newest of their heartbeats here."""
+        gone = self.silent | {host for host in self.heard if self.quiet_s(host) >= LEAST_S * (1 - DRIFT)}
+        others = self.agent.listener.known() - gone - {about}
+        fresh = {host: self.quiet_s(host) / AGREED_S for host in sorted(others & self.heard.keys())}
+        doubting = [host for host in fresh if (host, self.heard[host][1], about) in self.agent.world.doubted]
+        if deny := [host for host, age in fresh.items() if age < 1 - DRIFT and host not in doubting]:
+            self.wrong(f"says that {said}, which the hosts {deny} do not doubt")
+        if 2 * (sum(fresh[host] <= 1 + DRIFT for host in doubting) + 1) <= len(others) + 2:
+            self.wrong(f"says that {said}, and of the others only the hosts {doubting} doubt that one")
+
+    def sends(self) -> None:
+        """Note which hosts the next heartbeat may doubt: those that were silent at the look before."""
+        for host in self.heard:
+            if self.quiet_s(host) - TICK / SECOND >= AGREED_S * (1 - DRIFT):
+                self.agent.world.doubted.add((self.agent.host, self.agent.sent, host))
 
     def looks(self) -> None:
         """At the end of a look, when everything is said."""
