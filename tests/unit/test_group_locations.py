@@ -156,7 +156,7 @@ told = st.one_of(
 
 
 @given(st.lists(told, max_size=12), st.integers(0, 4), st.data())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_after_a_move_no_earlier_silence_concerns_the_new_start(said, group, data):
     """The silences of the older starts may have any contents and any order, and the new start's own notices, which are
     in order, may come anywhere among them: no reader of all of it, or of what is kept of it, ever ends an epoch of

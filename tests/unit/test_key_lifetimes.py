@@ -101,13 +101,13 @@ def known(notices, view: View) -> dict[str, object]:
 
 
 @given(notices=st.lists(signals, max_size=25), view=views)
-@settings(max_examples=400)
+@settings(max_examples=100)
 def test_a_reader_of_only_what_was_kept_knows_the_same(notices, view):
     assert known(kept(notices, view), view) == known(notices, view)
 
 
 @given(notices=st.lists(signals, max_size=25), more=st.lists(signals, max_size=5), view=views)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_reader_of_a_part_learns_the_rest_from_what_was_kept(notices, more, view):
     """A late reader takes in what was kept after the entries that it had read before."""
     for read in range(0, len(notices), 5):

@@ -29,7 +29,7 @@ from tests.world import World
     patience=st.integers(1, 3),
     collectors=st.sampled_from((1, 2, 8)),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 @example(
     seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8
 )
@@ -54,7 +54,7 @@ def test_every_step_is_exact_whichever_groups_die_or_enter_or_are_slow(
     seed=st.integers(0, 2**32), groups=st.integers(2, 6), per_shard=st.integers(1, 3), leaves=st.integers(1, 3),
     collectors=st.sampled_from((1, 2, 8)),
 )  # fmt: skip
-@settings(max_examples=120)
+@settings(max_examples=100)
 @example(seed=949, groups=4, per_shard=2, leaves=2, collectors=2)
 def test_a_leaving_group_costs_one_view_and_nothing_of_any_step(seed, groups, per_shard, leaves, collectors):
     """However slow a group is, and whenever it hears of the notice: a group that still is in the step before finishes

@@ -85,7 +85,7 @@ def complete(order, listed: list[Waiting], stages: list[Costs], begun: int, fetc
 
 
 @given(waiting, st.lists(costs, min_size=1, max_size=4), st.integers(0, 3), st.sampled_from([0.0, 1.0, 4.0, 20.0]))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_no_other_order_completes_the_contribution_sooner(listed, stages, begun, fetch_s):
     chosen = complete(reorder(listed), listed, stages, begun, fetch_s)
     others = [complete(order, listed, stages, begun, fetch_s) for order in permutations(range(len(listed)))]
@@ -102,7 +102,7 @@ def bound(listed: list[Waiting], stages: list[Costs]) -> float:
 
 
 @given(waiting, st.lists(costs, min_size=1, max_size=4), st.integers(0, 3), st.sampled_from([0.0, 1.0, 4.0, 20.0]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_it_is_not_later_than_appending(listed, stages, begun, fetch_s):
     chosen = complete(reorder(listed), listed, stages, begun, fetch_s)
     appended = complete(range(len(listed)), listed, stages, begun, fetch_s)

@@ -54,7 +54,7 @@ def runs(draw, names=tuple(KEEPING)):
 
 
 @given(runs(), st.dictionaries(st.integers(0, 8), st.floats(0.2, 0.9), max_size=2))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_after_any_losses_each_microbatch_is_contributed_once(run, slow):
     name, chosen, batch, origins = run
     whole = sorted(microbatches_of_step(3, batch.shards, batch.per_shard))
@@ -71,7 +71,7 @@ def test_after_any_losses_each_microbatch_is_contributed_once(run, slow):
 
 
 @given(runs())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_standby_part_belongs_to_one_contributor_and_is_promoted_as_a_whole(run):
     name, chosen, batch, origins = run
     for origin in origins:
@@ -97,7 +97,7 @@ def test_a_standby_part_belongs_to_one_contributor_and_is_promoted_as_a_whole(ru
 
 
 @given(runs())
-@settings(max_examples=120)
+@settings(max_examples=100)
 def test_a_lost_microbatch_is_computed_again_only_if_no_group_stands_by_for_it(run):
     """Every policy promotes first; ``recover`` and ``spare`` at the first loss of a step, where nothing was patched yet."""
     name, chosen, batch, origins = run

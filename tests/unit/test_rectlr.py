@@ -71,7 +71,7 @@ def check_outcome(outcome, orders, live):
     assert moved == set(outcome.moves) and len(moved) == len(outcome.moves)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(states())
 def test_the_outcome_is_the_best_that_exhaustive_search_finds(state):
     orders, live, S = state

@@ -198,7 +198,7 @@ heard = st.one_of(
 
 
 @given(verdicts=st.lists(heard, max_size=12))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_verdict_that_a_rank_forgets_would_never_have_ended_an_epoch(verdicts):
     """Compared with a rank that keeps everything, for every view and step; in order, or not."""
     remembered: tuple = ()

@@ -76,7 +76,7 @@ def fewest_moves(placement, per_shard: int, live, limit: int, home: dict[tuple[i
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_plans_are_exact_hosted_level_and_still(case):
     placement, per_shard, live = case
     plan = plan_step(3, placement.groups, per_shard, live, placement)
@@ -91,7 +91,7 @@ def test_plans_are_exact_hosted_level_and_still(case):
 
 
 @given(cases(), st.booleans(), st.integers(0, 2), st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_slow_groups_get_less(case, restricted, more, data):
     """The time of the slowest group is the least possible for the given hosts, if each straggler keeps a microbatch."""
     placement, per_shard, live = case

@@ -21,7 +21,7 @@ def placements(draw):
 
 
 @given(placements(), st.randoms(use_true_random=False))
-@settings(max_examples=120)
+@settings(max_examples=100)
 def test_every_loss_is_decided_as_rectlr_does(placement, shuffle):
     """SPARe, ReCtlr: phase, S, number of moved entries, number of patched shards; until the wipe-out."""
     stacks, order = Stacks(placement.stacks), list(range(placement.groups))

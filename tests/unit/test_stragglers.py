@@ -266,7 +266,7 @@ def test_the_stop_is_final():
 @example(
     steps=[[0.02] * 7 + [0.125, 0.16, 0.2, 0.5, 0.5, 0.54] + [1.0] * 6], factor=3.0
 )  # 0.54 / 0.18 > 3, 3 * 0.18 = 0.54
-@settings(max_examples=120)
+@settings(max_examples=100)
 def test_the_compact_record_of_many_groups_leads_to_the_same(steps, factor):
     """This holds for any measurements, as long as few groups are slow at once; and the record is short."""
     exact = rebuilt = Speeds()

@@ -27,7 +27,7 @@ def test_a_table_of_columns_that_may_all_be_left_out_loses_none_of_its_rows():
 
 
 @given(data=st.data(), columns=st.lists(COLUMNS, min_size=1, max_size=6), width=st.integers(20, 160))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_table_fits_and_keeps_every_word_of_the_columns_it_shows(data, columns, width):
     rows = data.draw(st.lists(st.tuples(*(WORDS for _ in columns)), min_size=1, max_size=3))
     text = shown(FittedTable("Title", columns, rows, "Nothing."), width)
