@@ -208,7 +208,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "status",
         "show where a run stands; on a terminal until it ends",
         "runs/a",
-        "runs/a --once",
     )
     command(
         "report.checkpoint_command",

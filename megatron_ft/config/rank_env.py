@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, get_type_hints
 
+from megatron_ft import codec
 from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Key, Secret
 from megatron_ft.config.schema import RunConfig
@@ -98,19 +100,9 @@ class RankEnvironment:
 
         The agent adds the variables of the host.
         """
+        values = {name: getattr(self, name) for name in _travels()}
         return {
-            f"{_PREFIX}RUN_ID": self.run_id,
-            f"{_PREFIX}GROUP": str(self.group),
-            f"{_PREFIX}POSITION": str(self.position),
-            f"{_PREFIX}INCARNATION": str(self.incarnation),
-            f"{_PREFIX}EPOCH": str(self.epoch),
-            f"{_PREFIX}STORE": self.store,
-            f"{_PREFIX}ADDRESS": self.address,
-            f"{_PREFIX}RUN_DIR": str(self.run_dir),
-            f"{_PREFIX}COPIES": json.dumps(self.copies),
-            f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
-            f"{_PREFIX}HOST_RANK": "" if self.host_rank is None else str(self.host_rank),
-            f"{_PREFIX}CLAIMS": "1" if self.claims else "",
+            **{_variable(name): _text(value) for name, value in values.items()},
             secrets.VARIABLE: self.secret.text,
             "RANK": str(self.position),
             "WORLD_SIZE": str(self.config.ranks_per_group),
@@ -125,21 +117,25 @@ class RankEnvironment:
                 "this process was not started by the launcher; start the script with "
                 "`megatron-ft launch --groups N --config CONFIG --run-dir DIR SCRIPT -- ARGUMENTS`"
             )
-        return cls(
-            run_id=env[f"{_PREFIX}RUN_ID"],
-            group=int(env[f"{_PREFIX}GROUP"]),
-            position=int(env[f"{_PREFIX}POSITION"]),
-            store=env[f"{_PREFIX}STORE"],
-            address=env[f"{_PREFIX}ADDRESS"],
-            run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
-            config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
-            incarnation=int(env[f"{_PREFIX}INCARNATION"]),
-            copies=tuple(map(tuple, json.loads(env[f"{_PREFIX}COPIES"]))),
-            epoch=int(env[f"{_PREFIX}EPOCH"]),
-            host_rank=int(env[f"{_PREFIX}HOST_RANK"]) if env.get(f"{_PREFIX}HOST_RANK") else None,
-            claims=bool(env.get(f"{_PREFIX}CLAIMS")),
-            secret=secrets.given(env) or secrets.here(),
-        )
+        values = {name: _value(hint, env[_variable(name)]) for name, hint in _travels().items()}
+        return cls(**values, secret=secrets.given(env) or secrets.here())
+
+
+def _travels() -> dict[str, Any]:
+    """Return the type of each field but the secret, which has a variable of its own."""
+    return {name: hint for name, hint in get_type_hints(RankEnvironment).items() if name != "secret"}
+
+
+def _variable(name: str) -> str:
+    return f"{_PREFIX}{name.upper()}"
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, str | Path) else json.dumps(codec.encode(value))
+
+
+def _value(hint: Any, text: str) -> Any:
+    return hint(text) if hint in (str, Path) else codec.decode(hint, json.loads(text))
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:

@@ -90,7 +90,6 @@ class Status:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``megatron-ft status``."""
     parser.add_argument("run_dir", type=Path, help="run directory")
-    parser.add_argument("--once", action="store_true", help="on a terminal, too, show it once")
     parser.set_defaults(run=run)
 
 
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """Show the status once, or on a terminal until the run ends. Returns the exit code."""
     status, console = Status(options.run_dir), terminal.console()
     goes_on = status.look()
-    if not console.is_terminal or options.once or not goes_on:
+    if not console.is_terminal or not goes_on:
         for line in status.lines():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0

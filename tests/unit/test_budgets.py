@@ -22,7 +22,7 @@ BUDGETS = {
     "runlog": 1740,
     "utils": 1420,
     "faults": 1370,
-    "config": 1650,
+    "config": 1630,
     "planning": 1030,
     "qualify": 1210,
     "checkpoint": 1210,
