@@ -154,7 +154,7 @@ class DetectorConfig:
     """A group that has not reported this long after the end of an epoch is left out of the next view. The limit is four
     times the longest microbatch measured, if that is more: a group reports between two microbatches."""
 
-    stopped_timeout_s: float = setting(0.5, POSITIVE)
+    stopped_timeout_s: float = setting(0.25, POSITIVE)
     """A rank whose process is stopped (SIGSTOP) for longer is out."""
     hang_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
     """A rank that works on one thing (a microbatch, an update, a call of the dataset) for longer is out. "auto": ten

@@ -35,7 +35,7 @@ _SILENT_S = 900.0
 _STOP_S = 4.0
 """How long a rank stays stopped whose fault is a stop."""
 _LOOK_S = 0.01
-"""The agents give a rank up that has been stopped for ``stopped_timeout_s`` (0.5 s)."""
+"""The agents give a rank up that has been stopped for ``stopped_timeout_s`` (0.25 s)."""
 
 
 class _Member:

@@ -132,7 +132,7 @@ def _(patch):
 
 def stopped_with_its_agent(seed):
     """A group is stopped for a moment, and its agent just after."""
-    faults = Fault(20.0, "freeze", (1,), 9.5), Fault(20.5 + seed % 40 / 10, "agent stops", (1,), 6.0)
+    faults = Fault(20.0, "freeze", (1,), 8.0), Fault(20.5 + seed % 20 / 10, "agent stops", (1,), 6.0)
     return Scenario(seed, 2, 2, 1, 8, faults=faults, spare_hosts=0)
 
 
@@ -144,6 +144,24 @@ def stopped_with_its_agent(seed):
 )
 def _(patch):
     patch.setattr(rank_health, "LOOK_S", 1e9)
+
+
+def stopped_twice(seed):
+    """A group is stopped twice for a moment, and its agent as well, which does not see the group run in between."""
+    at = 20.0 + seed % 10 / 10
+    faults = (
+        Fault(at, "freeze", (1,), 2.0),
+        Fault(at + 1.2, "agent stops", (1,), 2.0),
+        Fault(at + 2.3, "freeze", (1,), 2.3),
+    )
+    return Scenario(seed, 2, 2, 1, 8, faults=faults, spare_hosts=0)
+
+
+@mutation("two short stops count as one long one", "gives up group", range(40), stopped_twice)
+def _(patch):
+    patch.setattr(
+        rank_health, "add", lambda health, sample, *rest: ADD(health, replace(sample, beats=0, cpu_s=0.0), *rest)
+    )
 
 
 # --- starts -----------------------------------------------------------------------------------------------------------
@@ -214,6 +232,7 @@ LISTEN = link_detector.listen
 AGREED = link_detector.are_agreed
 TIMEOUT = Peer.timeout_s
 CLASSIFY = rank_health.classify
+ADD = rank_health.add
 DUE_STARTS = RestartManager.due
 STARTED = restart_policy.started
 TAKE = RestartManager._take

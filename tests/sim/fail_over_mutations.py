@@ -9,7 +9,7 @@ from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol import machine
 from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol import store_client
-from megatron_ft.simulation.protocol.scenario import draw_fail_over
+from megatron_ft.simulation.protocol.scenario import Fault, Scenario, draw_fail_over
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.simulation.protocol.simulated_hosts import Agent
 from tests.sim.planted import registry
@@ -47,7 +47,13 @@ def _(patch):
     patch.setattr(Group, "fence", later)
 
 
-@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(8005, 8015))
+def store_cut_off(seed):
+    """The group of the store's host fences the other one, whose host then claims the store together with a spare host."""
+    faults = Fault(8.0 + seed % 20 / 4, "host isolated", (0,), 117.0), Fault(40.0, "claims race", (1, 4))
+    return Scenario(seed, 2, 2, 2, 8, faults=faults, spare_hosts=2)
+
+
+@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(40), store_cut_off)
 def _(patch):
     only_what_follows(patch)
 

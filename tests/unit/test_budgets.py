@@ -11,7 +11,7 @@ from tests.unit.test_packages import package_of
 
 BUDGETS = {
     "worker": 4980,
-    "core": 4700,
+    "core": 4705,
     "engines": 3730,
     "agent": 2990,
     "simulation": 3395,

@@ -6,7 +6,8 @@ whether its Python runs, and a counter of finished work tells whether training g
 that waits for others is never the culprit, however long it takes; a rank that works is, when one piece of work takes
 many times longer than any before.
 
-- *stopped* (SIGSTOP, a debugger): the rank will not go on by itself, and is given up after a short time.
+- *stopped* (SIGSTOP, a debugger): the rank will not go on by itself, and is given up after a short time, longer than
+  the 0.15 s that a debugger or profiler may need for a look at its stack.
 - *stuck*: one piece of work takes far too long. The reason tells whether Python runs, and whether the rank uses the CPU.
 - *busy*: the rank holds the GIL, compiles, or reads slowly. The limit is learned from that; no rank is given up for it.
 - *in storage*: inside a call of the dataset, or in state D. When the ranks of other groups are there at the same time
@@ -31,7 +32,7 @@ Phase = Literal["outside", "working", "waiting", "ended"]
 """The activity of the training thread: the user's own code between steps, work of a step, waiting for other groups in a
 step or an evaluation, or, after the last step, waiting for the end of the run."""
 
-LOOK_S = 0.25
+LOOK_S = 0.15
 """The most seconds that one look adds to any time, because an agent that did not look has not seen anything."""
 LEARNED = 3
 """The number of finished pieces of work after which their length is used: the first ones compile and read."""
@@ -54,7 +55,7 @@ class Limits:
         storage_s: for a rank in storage while the ranks of other groups are there as well.
     """
 
-    stopped_s: float = 0.5
+    stopped_s: float = 0.25
     hang_s: float | None = None
     first_s: float = 1800.0
     outside_s: float = 1800.0
@@ -193,6 +194,7 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
     advanced = sample.progress != last.progress or sample.phase != last.phase
     # A stopped rank does not work, so the time must not be learned as the length of a piece of work.
     stopped = sample.state in "Tt"
+    ran = sample.beats != last.beats or sample.cpu_s != last.cpu_s  # so that two short stops are not one long one
     still_s = 0.0 if advanced else health.still_s + (0.0 if stopped else passed_s)
     worked = advanced and last.phase == "working"
     # A piece of work that took longer than its limit was held by an outage, and must not be learned either.
@@ -203,7 +205,7 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
         health,
         looked=now,
         last=sample,
-        stopped_s=health.stopped_s + passed_s if stopped and last.state in "Tt" else 0.0,
+        stopped_s=health.stopped_s + passed_s if stopped and last.state in "Tt" and not ran else 0.0,
         silent_s=0.0 if sample.beats != last.beats else health.silent_s + passed_s,
         idle_s=0.0 if sample.cpu_s != last.cpu_s else health.idle_s + passed_s,
         storage_s=health.storage_s + passed_s if in_storage else 0.0,

@@ -52,7 +52,7 @@ FASTEST, SLOWEST, LATEST = 0.005 * SECOND, 0.05 * SECOND, 0.4 * SECOND
 then is not, so without a fault no silence is as long as ``AGREED_S``."""
 ODD, DOUBLED_LATE = (0.0, 0.01, 0.1), 10 * SECOND
 """That share, one of these in each history, and the longest time between both."""
-LIMITS = rank_health.Limits(stopped_s=0.5, hang_s=4.0, first_s=4.0)
+LIMITS = rank_health.Limits(stopped_s=0.25, hang_s=4.0, first_s=4.0)
 """For giving up a rank: no work of a simulated group takes half as long."""
 PER_HOUR = 2
 """The allowed starts of a group in an hour, which no history lasts."""
@@ -386,9 +386,9 @@ def groups_of(job: machine.Job, host: Host) -> tuple[int, ...]:
 
 def sample(group: Group) -> rank_health.Sample:
     """Return what an agent sees of the process of a group."""
-    state, now = group.state, int(group.cluster.kernel.now)
+    state, ran = group.state, int(group.frozen_until if group.frozen else group.cluster.kernel.now)
     progress, phase = 100_000 * state.step + 1_000 * group.attempt + len(state.computed), group.phase
-    return rank_health.Sample("T" if group.frozen else "S", now, now, progress, phase)
+    return rank_health.Sample("T" if group.frozen else "S", ran, ran, progress, phase)
 
 
 class Witness:
@@ -407,6 +407,8 @@ class Witness:
         self.silent: set[Host] = set()
         """The hosts of which the agent has said so last."""
         self.stopped, self.stuck, self.restarts = Counter[Seat](), Counter[Seat](), 0
+        self.stops: dict[Seat, float] = {}
+        """When the last stop of a group ends."""
 
     def wrong(self, what: str) -> None:
         self.agent.cluster.record("wrong", what=f"the agent of host {self.agent.host} {what}")
@@ -471,7 +473,10 @@ class Witness:
     def judges(self, group: Group, given_up: str) -> None:
         """Look at the process of a group, like the agent just now."""
         seat = group.me, group.incarnation
-        self.stopped[seat] = self.stopped[seat] + 1 if group.frozen else 0
+        if not group.frozen or self.stops.get(seat) != group.frozen_until:
+            self.stopped[seat] = 0
+        self.stops[seat] = group.frozen_until
+        self.stopped[seat] += group.frozen
         self.stuck[seat] = self.stuck[seat] + (not group.frozen) if group.hung else 0
         stopped_s, stuck_s = ((looks[seat] - 1) * TICK / SECOND for looks in (self.stopped, self.stuck))
         about = f"group {group.me} (start {group.incarnation}), stopped for {stopped_s:g} s and stuck for {stuck_s:g} s"
