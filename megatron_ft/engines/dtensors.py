@@ -21,7 +21,7 @@ from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import PARTS
-from megatron_ft.engines.state_tensors import named_state
+from megatron_ft.engines.state_tensors import named_state, plain_name
 from megatron_ft.errors import EngineError
 
 
@@ -103,17 +103,18 @@ class DTensorBucketed(JointBucketed):
 
     def state(self) -> Mapping[str, Any]:
         state: dict[str, Any] = {
-            "model": _local(self.model.state_dict()),
+            "model": _local(_saved(self.model)),
             "optimizer": _local(self.optimizer.state_dict()),
         }
-        return state | {PARTS: self._boxes()} | self._rest(self.scheduler)
+        extra = {name: part.get_extra_state() for name, part in _with_extra_state(self.model)}
+        return state | ({"extra": extra} if extra else {}) | {PARTS: self._boxes()} | self._rest(self.scheduler)
 
     def _boxes(self) -> dict[str, Any]:
         """Return which part of which tensor this rank holds (``checkpoint.reshard``)."""
-        model = {name: _box(one) for name, one in self.model.state_dict().items() if isinstance(one, DTensor)}
+        model = {name: _box(one) for name, one in _saved(self.model).items() if isinstance(one, DTensor)}
         updated = [one for group in self.optimizer.param_groups for one in group["params"]]
         boxes = {number: _box(one) for number, one in enumerate(updated) if isinstance(one, DTensor)}
-        names = {one: self._whole_name(name) for name, one in self.model.named_parameters()}
+        names = {one: self._whole_name(plain_name(name)) for name, one in self.model.named_parameters()}
         return {"model": model, "optimizer": boxes, "names": [names.get(one, "") for one in updated]}
 
     def _whole_name(self, name: str) -> str:
@@ -121,10 +122,19 @@ class DTensorBucketed(JointBucketed):
         return name
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        own = self.model.state_dict()
+        own = _saved(self.model)
+        saved = {plain_name(name): value for name, value in state["model"].items()}
+        if other := sorted(own.keys() ^ saved.keys()):
+            has, lacks = ("model", "state") if other[0] in own else ("state", "model")
+            raise EngineError(
+                f"the {has} has {other[0]}, and the {lacks} has not ({len(other)} names differ); "
+                f"build the model as the script did that saved it"
+            )
         with torch.no_grad():
-            for name, value in state["model"].items():
+            for name, value in saved.items():
                 _local(own[name]).copy_(value)
+        for name, part in _with_extra_state(self.model):
+            part.set_extra_state(state["extra"][name])
         self.optimizer.load_state_dict(self._optimizer_state(state["optimizer"]))
         self._load_rest(state, self.scheduler)
 
@@ -205,12 +215,36 @@ def _check_divisors(model: nn.Module, shards: int) -> None:
                 )
 
 
+def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and persistent buffers by name, without copies.
+
+    ``state_dict()`` would run the hooks of modules. One that divides a fused weight (torchtitan's) returns copies, into
+    which nothing can be loaded, and gathers the weight, for which all ranks have to call it at the same time."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, part in model.named_modules(remove_duplicate=False):
+        if isinstance(part, FSDPModule):
+            part.reshard()  # an evaluation can leave the root's parameters gathered
+        for name, one in (*part._parameters.items(), *part._buffers.items()):
+            if one is not None and name not in part._non_persistent_buffers_set:
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = one
+    return found
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules with a state beside their tensors (``nn.Module.get_extra_state``), with its name."""
+    return [
+        (plain_name(f"{name}._extra_state"), part)
+        for name, part in model.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
 def _check_equal(model: nn.Module, layout: Layout) -> None:
     """Raise ``EngineError`` unless the slices of a stage and shard hold the same values of plain tensors. All ranks of the
     group call it."""
     if layout.slices == 1:
         return
-    plain = {name: one for name, one in model.state_dict().items() if not isinstance(one, DTensor)}
+    plain = {name: one for name, one in _saved(model).items() if not isinstance(one, DTensor)}
     said: list[dict[str, int]] = [{}] * layout.size
     dist.all_gather_object(said, {name: tensor_checksum.checksum([("", one)]) for name, one in plain.items()})
     first = said[layout.position - layout.slice]

@@ -5,10 +5,19 @@ Failures it assumes: none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+
+_OF_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
+"""Parts of names that activation checkpointing and torch.compile add."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor or module as it is without wrappers, so that a state fits a model with others."""
+    return _OF_WRAPPERS.sub("", name)
 
 
 def named_state(

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.single_rank import SingleRank
-from megatron_ft.engines.state_tensors import named_state
+from megatron_ft.engines.state_tensors import named_state, plain_name
 from megatron_ft.errors import EngineError
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
@@ -93,11 +93,14 @@ class TorchNativeEngine(SingleRank):
             self.scheduler.step()
 
     def state(self) -> Mapping[str, Any]:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        model = {plain_name(name): value for name, value in self.model.state_dict().items()}
+        state = {"model": model, "optimizer": self.optimizer.state_dict()}
         return state | self._rest(self.scheduler)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        own = {plain_name(name): name for name in self.model.state_dict()}
+        saved = {plain_name(name): value for name, value in state["model"].items()}
+        self.model.load_state_dict({own.get(name, name): value for name, value in saved.items()})
         self.optimizer.load_state_dict(state["optimizer"])
         self._load_rest(state, self.scheduler)
 

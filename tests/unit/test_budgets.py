@@ -12,7 +12,7 @@ from tests.unit.test_packages import package_of
 BUDGETS = {
     "worker": 4980,
     "core": 4705,
-    "engines": 3730,
+    "engines": 3770,
     "agent": 2990,
     "simulation": 3395,
     "collectives": 2000,

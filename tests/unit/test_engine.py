@@ -138,6 +138,15 @@ def test_a_scale_that_is_taken_out_changes_neither_the_norm_nor_the_clipping(lef
         assert torch.allclose(mine, left * theirs, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("compiled", [(True, False), (False, True)])
+def test_a_state_fits_with_and_without_torch_compile(compiled):
+    models = [torch.compile(nn.Linear(8, 4)) if one else nn.Linear(8, 4) for one in compiled]
+    first, second = (TorchNativeEngine(one, torch.optim.SGD(one.parameters()), loss_fn) for one in models)
+    second.load_state(first.state())
+    assert first.state()["model"].keys() == {"weight", "bias"}
+    assert torch.equal(*(engine.state()["model"]["weight"] for engine in (first, second)))
+
+
 def test_a_state_makes_another_engine_equal_to_this_one():
     first, second = build(), build()
     for engine in (first, first):
