@@ -40,7 +40,10 @@ Answer = TypeVar("Answer")
 
 
 class AgentClient:
-    """One agent's client, on a connection of its own. ``own``: keys that this agent alone writes; it puts them back."""
+    """One agent's client, on a connection of its own. ``own``: keys that this agent alone writes; it puts them back.
+
+    Large because it has a method for each thing that an agent says or asks; all share the rule that it never waits.
+    """
 
     def __init__(self, store: ControlStore, own: Mapping[str, Any]) -> None:
         self._store, self._own = store, dict(own)

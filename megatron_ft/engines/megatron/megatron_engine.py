@@ -62,6 +62,8 @@ without it, too, the loss of such a microbatch is its mean."""
 class MegatronEngine(Staged):
     """A ``JointEngine``, made by ``Session.megatron``.
 
+    Large because that port is, and each of its moments has to do as Megatron's own loop does there.
+
     Args:
         chunks: this rank's model chunks, each in Megatron's ``DistributedDataParallel``.
         optimizer: of ``get_megatron_optimizer``.

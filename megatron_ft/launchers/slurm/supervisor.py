@@ -61,7 +61,10 @@ class _Step:
 class Supervisor(Port):
     """One supervisor. ``launch``: arguments of ``megatron-ft launch``, which contain ``run``, ``run_dir`` and ``spares``.
     ``waits``: it is the second supervisor, which waits until the first is lost. ``srun``: further options of srun, for the
-    agents' steps. Raises ``LaunchError`` outside of a Slurm job, or with too few nodes."""
+    agents' steps. Raises ``LaunchError`` outside of a Slurm job, or with too few nodes.
+
+    Large because it is all that the loop asks of a cluster, and each answer is made of what Slurm said last.
+    """
 
     look_s, stop_hint, off_duty = 0.5, "", False
 

@@ -84,7 +84,10 @@ def launch(
 
 class SshLauncher(Port):
     """One run on many hosts, as the options of ``launch`` and its configuration describe it. Call :meth:`check`,
-    :meth:`begin_run` and ``loop.follow`` in this order. Raises ``LaunchError``."""
+    :meth:`begin_run` and ``loop.follow`` in this order. Raises ``LaunchError``.
+
+    Large because it is all that the loop asks of a cluster, and each answer is made of the files of the hosts.
+    """
 
     stop_hint, off_duty = "; a second signal ends all agents", False
 
