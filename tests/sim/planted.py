@@ -1,8 +1,9 @@
 """Histories that have no violation, and planted bugs: each breaks one rule of the protocol or of its shell, and the
-simulation has to find it by that rule."""
+simulation has to find it by that rule. ``python -m tests.sim.planted`` lists the bugs with the seeds that find them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,10 +40,13 @@ class Bug(NamedTuple):
     seeds: range
     draw: Draw
 
-    def is_caught(self, monkeypatch: pytest.MonkeyPatch) -> bool:
-        """Plant the bug, and return whether a history has the violation."""
+    def caught_by(self, monkeypatch: pytest.MonkeyPatch) -> int | None:
+        """Plant the bug, and return the first seed whose history has the violation; None if none has."""
         self.plant(monkeypatch)
-        return any(self.violation in found for seed in self.seeds for found in play(self.draw(seed)).violations)
+        return next((seed for seed in self.seeds if self._shows(seed)), None)
+
+    def _shows(self, seed: int) -> bool:
+        return any(self.violation in found for found in play(self.draw(seed)).violations)
 
 
 def registry(seeds: range, draw: Draw):
@@ -57,3 +61,14 @@ def registry(seeds: range, draw: Draw):
         return add
 
     return bugs, mutation
+
+
+def main() -> None:
+    for name in ("mutations", "agent_mutations", "device_mutations", "fail_over_mutations", "policy_mutations"):
+        for bug, planted in importlib.import_module(f"tests.sim.{name}").MUTATIONS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                print(f"{name}: seed {planted.caught_by(patch)} shows {planted.violation!r} if {bug}")
+
+
+if __name__ == "__main__":
+    main()

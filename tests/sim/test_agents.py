@@ -39,4 +39,4 @@ def test_the_histories_reach_what_agents_decide():
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_planted_bug_is_caught(name, monkeypatch):
-    assert MUTATIONS[name].is_caught(monkeypatch), f"no history shows that {name}"
+    assert MUTATIONS[name].caught_by(monkeypatch) is not None, f"no history shows that {name}"
