@@ -1,7 +1,8 @@
 """Runs of Megatron-LM's own training loop with ``pretrain_gpt.py``: plain, by torchrun, and fault-tolerant.
 
-The loop is that of the wheel of megatron-core :data:`VERSION`, which is downloaded once and unpacked into the cache folder.
-It asks for Python 3.12 and a GPU; ``site/`` has stand-ins for what is missing here.
+The loop is that of the wheel of megatron-core :data:`VERSION` (``MEGATRON_CORE=0.18.2`` in the environment takes another
+one), which is downloaded once and unpacked into the cache folder. It asks for Python 3.12 and a GPU; ``site/`` has
+stand-ins for what is missing here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_ft.faults import injection_points
 from megatron_ft.utils import shared_file
 from tests import support
 
-VERSION = "0.19.2"
+VERSION = os.environ.get("MEGATRON_CORE", "0.19.2")
 HERE = Path(__file__).parent
 SCRIPT = HERE / "pretrain_gpt.py"
 HELPERS = Path("megatron", "core", "datasets")

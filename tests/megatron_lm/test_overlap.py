@@ -16,12 +16,18 @@ OWN = (
 )
 
 
+VIRTUAL = ("--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1)
+
+
 @pytest.mark.long
-def test_the_ranks_of_a_group_save_the_same_parameters(tmp_path, megatron):
+@pytest.mark.parametrize(
+    "ranks, division", [pytest.param(2, (), id="DP2"), pytest.param(4, VIRTUAL, id="DP2, PP2, virtual stages")]
+)
+def test_the_ranks_of_a_stage_save_the_same_parameters(tmp_path, megatron, ranks, division):
     saved = tmp_path / "saved"
     gate = support.Gate(tmp_path, slowly=STEPS, script=runs.SCRIPT)
     often = {"directory": str(saved), "period_s": 0.05, "keep": STEPS}
-    run = runs.start(tmp_path / "run", megatron, 2, *OWN, script=gate.script, checkpoint=often)
+    run = runs.start(tmp_path / "run", megatron, ranks, *OWN, *division, script=gate.script, checkpoint=often)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     gate.open()
     runs.said(run)

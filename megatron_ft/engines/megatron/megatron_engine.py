@@ -108,6 +108,8 @@ class MegatronEngine(Staged):
         _stop_reruns()
         self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
         self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
+        # Interleaved schedules would call them in each run, of which a step may have several.
+        self._config.grad_sync_func = self._config.param_sync_func = None
         optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._inner = [one.optimizer for one in optimizers if one.optimizer]
         self._scaled = [one for one in optimizers if getattr(one, "grad_scaler", None)]
@@ -145,6 +147,7 @@ class MegatronEngine(Staged):
         for number, chunk in enumerate(self._chunks):
             chunk.ddp_config.overlap_grad_reduce = False  # it is asked for with overlap_param_gather
             chunk.finish_grad_sync = partial(self._finish_grad_sync, number)
+            chunk.start_grad_sync = lambda *_: None  # the memory that it would sum is freed
             chunk.zero_grad_buffer = lambda: None  # a step begins with zeros, and the memory may not be there
         if not self.takes_gradients:
             for _, buffer in {id(buffer): (number, buffer) for number, buffer in self._source}.values():

@@ -18,6 +18,7 @@ _IN_MODULES = (
     "dist_checkpointing.mapping.ShardedObject",
     "dist_checkpointing.mapping.ShardedTensorFactory",
     "distributed.DistributedDataParallel.finish_grad_sync",
+    "distributed.DistributedDataParallel.start_grad_sync",
     "distributed.DistributedDataParallel.zero_grad_buffer",
     "distributed.finalize_model_grads",
     "distributed.finalize_model_grads._update_router_expert_bias",
@@ -52,6 +53,7 @@ _SETTINGS = {
     "optimizer.OptimizerConfig": ("clip_grad",),
     "transformer.TransformerConfig": (
         *("batch_p2p_comm", "calculate_per_token_loss", "delay_wgrad_compute", "finalize_model_grads_func"),
+        *("grad_sync_func", "param_sync_func"),
         *("microbatch_group_size_per_vp_stage", "moe_router_enable_expert_bias", "moe_router_load_balancing_type"),
         "overlap_moe_expert_parallel_comm",
     ),

@@ -13,8 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("megatron.core.transformer.moe.ops.paged_stash",)
-"""Modules that are written in triton, which only torch's builds for GPUs bring."""
+KERNELS = ("megatron.core.transformer.moe.ops.paged_stash", "megatron.core.transformer.moe.paged_stash")
+"""The module that needs triton, which only torch's builds for GPUs bring: in 0.19, and in versions without it."""
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "pretrain_gpt_megatron"
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
@@ -44,8 +44,11 @@ def _install() -> None:
 
     if torch.cuda.is_available():
         return
-    for name in KERNELS:
+    files = {one: Path(*one.split(".")).with_suffix(".py") for one in KERNELS}
+    found = (one for one, file in files.items() if any(Path(path, file).exists() for path in sys.path))
+    for name in found:
         sys.modules[name] = _Kernels(name)
+        break
     sys.path.insert(0, str(_EXAMPLE))
     import on_cpu
 
