@@ -349,9 +349,8 @@ class FaultToleranceConfig:
 class RunConfig:
     """A whole run: the section and the batch, resolved for a number of groups.
 
-    The global batch of every step is ``shards * microbatches_per_group * samples_per_microbatch`` samples. A run has as
-    many shards as groups at its start. A run that goes on from a checkpoint keeps the number of shards it began with,
-    because the result must not depend on the number of groups.
+    A run has as many shards as groups at its start. A run that goes on from a checkpoint keeps the number of shards it began
+    with, because the result must not depend on the number of groups.
     """
 
     groups: int
@@ -379,6 +378,11 @@ class RunConfig:
     def microbatches(self) -> int:
         """N*G, the number of microbatches in every step."""
         return self.shards * self.microbatches_per_group
+
+    @property
+    def samples_per_step(self) -> int:
+        """The global batch: the number of samples in every step."""
+        return self.microbatches * self.samples_per_microbatch
 
     @property
     def max_groups(self) -> int:

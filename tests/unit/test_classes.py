@@ -10,7 +10,7 @@ from tests.sources import MODULES, nodes
 ATTRIBUTES, METHODS = 15, 20
 REASON = "Large because "
 TO_DIVIDE = """
-Agent Agent ArrayTask Cluster Hosts Injector Loop RestartManager _Run
+Agent Agent ArrayTask Cluster Hosts Injector RestartManager _Run
 """
 """Larger classes without a reason. None is added; one that is divided, or gives its reason, goes."""
 

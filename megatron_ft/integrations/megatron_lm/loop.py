@@ -72,7 +72,7 @@ def installed() -> Iterator[None]:
     session = megatron_ft.init()
     session.init_distributed(changed.backend)
     config = session.config
-    batch = str(config.samples_per_microbatch * config.microbatches)
+    batch = str(config.samples_per_step)
     sys.argv = [script, *changed.words, *(() if changed.missing is None else (changed.missing, batch))]
     loop = Loop(session, *names.loop(), changed.checks_nan)
     loop.install()
@@ -81,7 +81,10 @@ def installed() -> Iterator[None]:
 
 
 class Loop:
-    """One rank's part. Methods with the name of a function of Megatron-LM get that function as ``original``."""
+    """One rank's part. Methods with the name of a function of Megatron-LM get that function as ``original``.
+
+    Large because it has a method for each function that it replaces, and they share what Megatron's loop has in one place.
+    """
 
     def __init__(self, session: Session, module: Any, values: Sequence[str], checks_nan: bool) -> None:
         self._session, self._module, self._values, self._checks_nan = session, module, values, checks_nan
@@ -93,7 +96,7 @@ class Loop:
         self._flops, self._flops_shift, self._ends = 0, 0, False  # the shift: what train() does not count itself
         self._saving: tuple[int, int] | None = None  # iteration that is being saved in the background, by which group
         self._begun: list[int] = []  # those that this group has begun to save there
-        self._watched: set[BaseProcess] = set()
+        self._watched: set[BaseProcess] = set()  # processes that save, for which a thread waits
         self._total_losses: dict[str, Any] = {}
         self._grids: Sequence[Mapping[str, Any]] | None = None  # of the checkpoint that was loaded
 
@@ -229,13 +232,8 @@ class Loop:
         """With a schedule of batch sizes, Megatron counts samples of ``--train-iters`` in batches of one microbatch of each
         of its data-parallel ranks: those of the job."""
         if getattr(self._args, "step_batch_size_schedule", None):
-            self._args.global_batch_size = self._batch
+            self._args.global_batch_size = self._session.config.samples_per_step
         return original(*arguments)
-
-    @property
-    def _batch(self) -> int:
-        """The number of samples of a step of the job."""
-        return self._session.config.samples_per_microbatch * self._session.config.microbatches
 
     def _schedule(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return what Megatron's loop passes on to its schedule. ``options``: those of the loop's function."""
@@ -244,7 +242,7 @@ class Loop:
 
     def _check(self, args: Any) -> None:
         """Raise ``ConfigError`` where Megatron's arguments differ from the config of the run."""
-        batch = self._batch
+        batch = self._session.config.samples_per_step
         rampup = args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)
         if args.global_batch_size != batch and not rampup:
             raise ConfigError(
@@ -520,7 +518,7 @@ class Loop:
                 self._watch_savers()
             return
         self._module.maybe_finalize_async_save(blocking=True)
-        directory, name = Path(args.save), f"iter_{iteration:07d}"
+        directory, name = Path(args.save), _place(iteration)
 
         def write(path: Path) -> None:
             why = _of_first(lambda: _obstacle(path, directory))  # found by Megatron, one rank alone would raise it
@@ -592,7 +590,7 @@ class Loop:
                 why, iteration = _failure(error, directory, directory), self._begun.pop(0)
                 self._say_not_saved(iteration, why)
                 if not dist.get_rank():
-                    shutil.rmtree(directory / f"iter_{iteration:07d}", ignore_errors=True)
+                    shutil.rmtree(directory / _place(iteration), ignore_errors=True)
 
     def _name(self, directory: Path, iteration: int) -> None:
         """Let Megatron find a complete checkpoint, and delete the one before if it is not to be retained."""
@@ -602,7 +600,7 @@ class Loop:
             return
         shared_file.write(newest, str(iteration), durable=True, mode=0o666)
         if retain and before > 0 and before % retain:
-            shutil.rmtree(directory / f"iter_{before:07d}", ignore_errors=True)
+            shutil.rmtree(directory / _place(before), ignore_errors=True)
 
     def _save_again(self, *arguments: Any) -> None:
         """Save if the group is lost that was saving in the background. A checkpoint that it has completed stands."""
@@ -622,10 +620,11 @@ class Loop:
         if iteration and self._session.config.exact_bits and args.ckpt_format == "torch_dist":
             from megatron.core.dist_checkpointing import load_common_state_dict
 
-            path = Path(args.load, f"iter_{iteration:07d}")
-            saved = load_common_state_dict(str(path))["args"] if path.is_dir() else None
-            if all(getattr(saved, name, None) == getattr(args, name, None) for name in _DIVISION):
-                self._grids = getattr(saved, _GRIDS, None)
+            path = Path(args.load, _place(iteration))
+            if path.is_dir():
+                saved = load_common_state_dict(str(path))["args"]
+                if all(getattr(saved, name, None) == getattr(args, name, None) for name in _DIVISION):
+                    self._grids = getattr(saved, _GRIDS, None)
         return iteration, *others
 
 
@@ -677,6 +676,11 @@ def _changed(args: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         vars(args).update(before)
+
+
+def _place(iteration: int) -> str:
+    """Return the name of Megatron's directory for the checkpoint of an iteration."""
+    return f"iter_{iteration:07d}"
 
 
 def _newest(directory: Path) -> int:
