@@ -28,16 +28,16 @@ def _paths(text: str) -> tuple[str, ...]:
     return tuple(f"megatron_ft/{path}" for path in text.split())
 
 
-STEP = _paths("core coordination engines collectives checkpoint worker types.py")
+STEP = _paths("core run types.py")
 """The parts of the package that make up a training step, its recovery and the protocol."""
-RUN = (*STEP, *_paths("agent launchers data config"))
+RUN = (*STEP, *_paths("host cluster/launchers data config"))
 MODEL = ("benchmarks/recovery_model.py",)
 DECIDED = _paths(
     "core/protocol core/detection core/replication core/scheduling core/lifecycle/store_failover.py "
     "core/lifecycle/checkpoint_protocol.py"
 )
 """The decisions that the simulated world takes."""
-SIMULATED = _paths("core planning simulation/training")
+SIMULATED = _paths("core plan")
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def _result(name: str, command: str, *depends_on: str) -> tuple[str, Kept]:
 KEPT = dict([
     _result("overhead", "benchmarks/overhead.py", *STEP),
     _result("unblock", "benchmarks/overhead.py --unblock",
-            *_paths("collectives/gloo_communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
+            *_paths("run/collectives/gloo_communicator.py run/collectives/gloo_sockets.py utils/socket_tracker.py")),
     _result("engines", "benchmarks/engines.py --pairs 40", *STEP),
     _result("megatron_lm", "benchmarks/megatron_lm.py", "tests/megatron_lm", "megatron_ft/integrations/megatron_lm", *STEP),
     _result("two_levels", "benchmarks/two_levels.py", "tools/netlab.py",
-            *_paths("collectives/gloo_communicator.py collectives/two_level_communicator.py")),
+            *_paths("run/collectives/gloo_communicator.py run/collectives/two_level_communicator.py")),
     _result("fsdp_reduce", "benchmarks/fsdp_reduce.py", "benchmarks/engines.py"),
-    _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines data/batch_digest.py")),
+    _result("state_check", "benchmarks/state_check.py", *_paths("run/state_checksum.py run/engines data/batch_digest.py")),
     _result("recovery", "benchmarks/recovery.py --trials 5 --default-trials 1",
             "benchmarks/recovery_ours.py", *MODEL, *RUN),
     _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
@@ -77,9 +77,9 @@ KEPT = dict([
     _result("scale", "benchmarks/scale.py", "benchmarks/scale_standins.py", *STEP),
     _result("slurm_return", "benchmarks/slurm_return.py --trials 5", "tools/slurm_lab.py", *RUN),
     _result("history", "benchmarks/history.py",
-            *_paths("runlog/history.py runlog/run_record.py runlog/run_state.py core/detection/stragglers.py report")),
+            *_paths("record/history.py record/run_record.py record/run_state.py core/detection/stragglers.py record")),
     _result("store_growth", "benchmarks/store_growth.py",
-            *_paths("coordination core/protocol/key_lifetimes.py"), "tests/growth.py"),
+            *_paths("run/store core/protocol/key_lifetimes.py"), "tests/growth.py"),
     _result("soak", "benchmarks/soak.py --kills 200", "megatron_ft/utils/heap.py", *RUN),
     _result("storage_outage", "benchmarks/storage_outage.py", *RUN),
     _result("decisions", "benchmarks/decisions.py", *_paths("core types.py")),
@@ -88,25 +88,25 @@ KEPT = dict([
     _result("simgrid", "benchmarks/simgrid.py", "tools/allreduce.py", "tools/simgrid_allreduce.py", "tools/simgrid_run.py",
             *SIMULATED),
     _result("explore",
-            "-m megatron_ft.simulation.protocol.explore --seeds 200000 --jobs 2 --out benchmarks/results/explore.json",
-            *DECIDED, *_paths("simulation/protocol types.py")),
+            "-m megatron_ft.proof.explore --seeds 200000 --jobs 2 --out benchmarks/results/explore.json",
+            *DECIDED, *_paths("proof types.py")),
     _result("explore_device",
-            "-m megatron_ft.simulation.protocol.explore --device --policy each --seeds 100000 --jobs 2 "
+            "-m megatron_ft.proof.explore --device --policy each --seeds 100000 --jobs 2 "
             "--out benchmarks/results/explore_device.json",
-            *DECIDED, *_paths("simulation/protocol types.py")),
+            *DECIDED, *_paths("proof types.py")),
     _result("chaos", "-m tests.chaos --runs 80 --seed 0 --out benchmarks/results/chaos.json",
-            "megatron_ft/faults", *RUN),
+            "megatron_ft/cluster/faults", *RUN),
     _result("chaos_exact", "-m tests.chaos --exact --runs 200 --seed 0 --out benchmarks/results/chaos_exact.json",
-            "megatron_ft/faults", *RUN),
+            "megatron_ft/cluster/faults", *RUN),
     *(
         _result(name, f"-m tests.chaos --engine {engine} --runs 20 --exact --out benchmarks/results/{name}.json",
-                "megatron_ft/faults", *RUN)
+                "megatron_ft/cluster/faults", *RUN)
         for name, engine in (("chaos_fsdp", "fsdp"), ("chaos_torch_pipeline", "torch-pipeline"), ("chaos_tp", "tp"),
                              ("chaos_megatron", "megatron"))
     ),
     _result("chaos_impurities",
             "-m tests.chaos.impurities --runs 100 --out benchmarks/results/chaos_impurities.json", *RUN),
-    _result("corruption", "-m tests.corruption --runs 67", "megatron_ft/faults", *RUN),
+    _result("corruption", "-m tests.corruption --runs 67", "megatron_ft/cluster/faults", *RUN),
     _result("exact", "benchmarks/exact.py", *STEP),
     _result("gpu_h200", "-m pytest tests/gpu/test_training_gpu.py tests/gpu/test_exact_gpu.py "
             "tests/gpu/test_engines_gpu.py", "tests/gpu",
@@ -118,10 +118,10 @@ KEPT = dict([
     _result("engine_kills", "-m tests.engine_kills", *RUN),
     _result("checkpoint_kills", "-m tests.checkpoint_kills 10 2", *RUN),
     _result("fuzz", "-m tests.fuzz --save", *_paths(
-        "auth/handshake.py auth/secret.py collectives/framing.py worker/rejoin/state_sender.py "
-        "worker/rejoin/state_receiver.py coordination/store core/protocol/signals.py checkpoint/peer_copies.py "
-        "checkpoint/memory_copies.py agent/checkpoint_cache.py agent/heartbeat.py doctor/host_orders.py "
-        "doctor/meeting.py doctor/bandwidth.py"
+        "utils/auth/handshake.py utils/auth/secret.py run/collectives/framing.py run/rejoin/state_sender.py "
+        "run/rejoin/state_receiver.py run/store core/protocol/signals.py run/checkpoint/peer_copies.py "
+        "run/checkpoint/memory_copies.py host/checkpoint_cache.py host/heartbeat.py cluster/doctor/host_orders.py "
+        "cluster/doctor/meeting.py cluster/doctor/bandwidth.py"
     )),
     ("reproduce_spare", Kept("docs/results/spare_table.csv", "examples/reproduce_spare/reproduce.py",
                              ("examples/reproduce_spare", *SIMULATED))),

@@ -31,10 +31,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ft.engines.buckets import Bucket
-from megatron_ft.engines.exact_rounding import Rounding
-from megatron_ft.engines.exact_rounding import statistics as statistics_of
-from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.engines.buckets import Bucket
+from megatron_ft.run.engines.exact_rounding import Rounding
+from megatron_ft.run.engines.exact_rounding import statistics as statistics_of
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 sys.path.insert(0, str(common.ROOT / "examples" / "pretrain_gpt"))

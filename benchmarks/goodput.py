@@ -40,9 +40,9 @@ import goodput_torchft
 import recovery_model
 
 sys.path.insert(0, str(common.ROOT))
+from megatron_ft.cluster.faults import kill as inject
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import kill as inject
-from megatron_ft.runlog import history, run_directory, run_state
+from megatron_ft.record import history, run_directory, run_state
 
 GROUPS, PER_GROUP, MEGABYTES, SEED = 4, 8, 4, 1
 RATE = 1e-3

@@ -29,7 +29,7 @@ import common
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.core.detection import stragglers
-from megatron_ft.runlog import history, run_state
+from megatron_ft.record import history, run_state
 from megatron_ft.types import View
 
 EVERY = 500
@@ -93,8 +93,8 @@ def agent(run_dir: Path) -> None:
 
 def write_timelines(run_dir: Path, groups: int, steps: int) -> int:
     """Write timelines of the groups that are shown, as ranks write them: two lines a step. Return their size."""
-    from megatron_ft.report import run_plots
-    from megatron_ft.runlog.run_record import RunRecord
+    from megatron_ft.record import run_plots
+    from megatron_ft.record.run_record import RunRecord
 
     (run_dir / "timeline").mkdir()
     record = RunRecord.load(run_dir)
@@ -112,7 +112,7 @@ def write_timelines(run_dir: Path, groups: int, steps: int) -> int:
 
 
 def report(run_dir: Path) -> None:
-    from megatron_ft.report import report_command
+    from megatron_ft.commands import report_command
 
     report_command.run(argparse.Namespace(run_dir=run_dir, reference=None, slurm=False))
 
@@ -121,7 +121,7 @@ READERS = {"agent": agent, "report": report, "later look": agent, "report with t
 
 
 def measure(name: str, run_dir: Path) -> dict[str, Any]:
-    from megatron_ft.report import report_command  # noqa: F401 - not measured
+    from megatron_ft.commands import report_command  # noqa: F401 - not measured
 
     watched = run_state.Watched(run_dir)
     if name == "later look":

@@ -212,8 +212,8 @@ def unblock(rounds: int) -> None:
 
 def unblocked(me: int, rounds: int, port: int) -> None:
     """Run one of the processes: print the seconds of each round."""
-    from megatron_ft.collectives.base import Broken, Communicator
-    from megatron_ft.collectives.gloo_communicator import GlooCommunicator
+    from megatron_ft.run.collectives.base import Broken, Communicator
+    from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
 

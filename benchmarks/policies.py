@@ -38,8 +38,8 @@ import recovery_model
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.core.scheduling.policies import POLICIES
-from megatron_ft.runlog import history, invariants, run_directory
-from megatron_ft.simulation.training import like_run
+from megatron_ft.plan import like_run
+from megatron_ft.record import history, invariants, run_directory
 
 GROUPS, PER_GROUP, MEGABYTES, SEED = 8, 4, 1, 1
 MICROBATCH_S = 0.1

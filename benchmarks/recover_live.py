@@ -36,10 +36,10 @@ import recovery_model
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft import data
-from megatron_ft.faults import injection_points
-from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history, invariants, run_directory
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.record import history, invariants, run_directory
+from megatron_ft.run import injection_points
+from megatron_ft.run.injection_points import Breakpoint
 
 PLAIN = {"groups": 16, "ranks": 1, "per_group": 4, "steps": 100, "every": 10, "losses": 8}
 THREE_D = {"groups": 8, "ranks": 4, "per_group": 2, "steps": 24, "every": 5, "losses": 4}

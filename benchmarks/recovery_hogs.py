@@ -21,7 +21,7 @@ import common
 import recovery_ours
 import recovery_torchft
 
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from tests import netlab
 
 HOGS = 2

@@ -21,9 +21,9 @@ import recovery_model
 import torch
 from common import of
 
-from megatron_ft.faults import kill
-from megatron_ft.runlog import history
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.cluster.faults import kill
+from megatron_ft.record import history
+from megatron_ft.record.run_record import RunRecord
 
 GROUPS = 4
 WARMUP = 10

@@ -36,8 +36,9 @@ import rejoin_torchft
 from common import of
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.faults import injection_points, kill
-from megatron_ft.runlog import history
+from megatron_ft.cluster.faults import kill
+from megatron_ft.record import history
+from megatron_ft.run import injection_points
 
 VICTIM, PER_GROUP = 2, 3
 WITHOUT = 5

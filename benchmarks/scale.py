@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--groups 8 64 512 2048] [--trials 5]
 
-View changes: a real store process, the lowest groups' real leaders (threads; all of ``worker.group_leader`` that agrees on a
+View changes: a real store process, the lowest groups' real leaders (threads; all of ``run.group_leader`` that agrees on a
 view), and stand-ins for all other groups and for an agent of each (``scale_standins.py``). The notice that a group has died
 is written; ``last_s`` is when the last of the others has read the next view. Fan-out: processes wait for one notice.
 
@@ -32,19 +32,18 @@ import common
 import numpy as np
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.agent.heartbeat import BEAT_S
 from megatron_ft.config.schema import RunConfig, placement_of
-from megatron_ft.coordination import watcher
-from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.detection import link_detector
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.shell import carry_out
-from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
+from megatron_ft.host.heartbeat import BEAT_S
+from megatron_ft.record import history
+from megatron_ft.record.history import History
+from megatron_ft.run.group_leader import GroupLeader
+from megatron_ft.run.store import ControlStore, watcher
+from megatron_ft.run.store.client import CoordinationClient
 from megatron_ft.types import Exit, View
-from megatron_ft.worker.group_leader import GroupLeader
 
 ASKED = {"groups": 2048, "view_change_s": 2.0, "messages_per_group_and_second": 1.0}
 PATIENCE_S, STEP = 120.0, 5
@@ -83,7 +82,7 @@ def main() -> None:
 
 _SERVES = """
 import sys
-from megatron_ft.coordination import store
+from megatron_ft.run import store
 server, port = store.host("127.0.0.1", 0)
 print(port, flush=True)
 sys.stdin.read()

@@ -3,7 +3,7 @@ many connections as a real one has for it (``scale.py`` starts this).
 
 They speak TCPStore's own protocol (as torch 2.13 does), because a torch client needs a thread for each. A group's rank waits
 for notices on one connection; on the other its leader reports when a member has died, and reads the view when it is told of
-one. An agent waits likewise, and asks for the newest view if a notice is about one, as ``agent.agent_client`` does.
+one. An agent waits likewise, and asks for the newest view if a notice is about one, as ``host.agent_client`` does.
 Prints a line ``ready``, and for each epoch one with the times at which its groups had the view.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from megatron_ft import codec
-from megatron_ft.auth import secret
-from megatron_ft.coordination.client import report_collection
-from megatron_ft.coordination.store import NOTICES
 from megatron_ft.core.protocol import signals
+from megatron_ft.run.store import NOTICES
+from megatron_ft.run.store.client import report_collection
 from megatron_ft.types import Report, View
+from megatron_ft.utils.auth import secret
 
 _VALIDATE, _GET, _CHECK, _WAIT, _APPEND, _PING = 0, 3, 5, 6, 9, 13
 _MAGIC = 0x3C85F7CE
@@ -101,7 +101,7 @@ def _request(kind: int, texts: list[str]) -> bytes:
 
 
 def _get(key: str) -> Generator[Any, Any, str | None]:
-    """Get as ``coordination.store.tcp_store`` does: a question for a missing key would wait for it."""
+    """Get as ``run.store.tcp_store`` does: a question for a missing key would wait for it."""
     if (yield (_CHECK, key)) != b"\0":
         return None
     return _value((yield (_GET, key)))
@@ -113,7 +113,7 @@ def _value(text: bytes) -> Any:
 
 
 def _notices(heard: Any) -> Script:
-    """Read the notice that waits in the store as ``coordination.watcher`` does."""
+    """Read the notice that waits in the store as ``run.store.watcher`` does."""
     index = 0
     while True:
         yield (_WAIT, f"{NOTICES}/{index}")

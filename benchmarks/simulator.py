@@ -22,7 +22,7 @@ sys.path.insert(0, str(common.ROOT / "examples" / "reproduce_spare"))  # the pub
 import published
 import studies
 
-from megatron_ft.simulation.training.training_run import simulate
+from megatron_ft.plan.training_run import simulate
 
 RUN_S, TABLE_S = 3.0, 300.0
 """The goals."""

@@ -26,7 +26,7 @@ from pathlib import Path
 import common
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from tools.slurm_lab import Lab, LabError
 
 ASKED = {"node_back_s": 15.0, "ours_s": 2.0}

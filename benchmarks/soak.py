@@ -26,8 +26,8 @@ from typing import Any
 
 import common
 
-from megatron_ft.faults import kill as inject
-from megatron_ft.runlog import history
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.record import history
 
 MEGABYTES, COMPUTE_S = 1, 0.03
 STEPS = 50

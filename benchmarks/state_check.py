@@ -6,9 +6,9 @@ One group, one process, one thread. A step is 4 microbatches of 8 x 128 tokens o
 and AdamW's update. The checksums of one whole period are timed between the steps of the same process, alternating, and
 divided by the number of steps of a period; medians of the trials.
 
-The checks of the first step are those of a gradient (``engines.gradient_check``) and of a batch (``data.batch_digest``; the
-group that compares also loads one microbatch more, which is not measured here). They are divided by the forward and backward
-pass of one microbatch, which is the least that a group does in a step.
+The checks of the first step are those of a gradient (``run.engines.gradient_check``) and of a batch (``data.batch_digest``;
+the group that compares also loads one microbatch more, which is not measured here). They are divided by the forward and
+backward pass of one microbatch, which is the least that a group does in a step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from model import GPT, GPTConfig
 
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.data import batch_digest
-from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.state_checksum import StateCheck
 from megatron_ft.types import Microbatch
-from megatron_ft.worker.state_checksum import StateCheck
 
 SIZES = {"1.3 M parameters": (4, 128), "15 M parameters": (8, 384)}
 MICROBATCHES, SAMPLES, LENGTH, VOCABULARY = 4, 8, 128, 4096

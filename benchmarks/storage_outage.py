@@ -28,7 +28,7 @@ from typing import Any
 
 import common
 
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 
 STEPS, MICROBATCHES, COMPUTE_S = 40, 2, 0.1
 PATIENCE_S = 60.0

@@ -20,7 +20,7 @@ from typing import Any
 import common
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.coordination import store
+from megatron_ft.run import store
 from tests.growth import Changes
 from tests.stores import EtcdCluster, etcd_missing
 

@@ -24,9 +24,9 @@ import common
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import GLOO, Choice, Maker
-from megatron_ft.coordination.store import listen, serve_on
+from megatron_ft.run.collectives.base import Communicator
+from megatron_ft.run.collectives.communicator_choice import GLOO, Choice, Maker
+from megatron_ft.run.store import listen, serve_on
 from tools import netlab
 
 SHAPES = ((2, 2), (2, 4), (4, 2), (4, 1))

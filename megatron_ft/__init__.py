@@ -20,7 +20,7 @@ __all__ = ["Session", "init"]
 log.set_up()
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.session import Session, init
+    from megatron_ft.run.session import Session, init
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +30,6 @@ def __getattr__(name: str) -> Any:
 
         with extras.needed():
             torch_private.check()
-            from megatron_ft.worker import session
+            from megatron_ft.run import session
         return getattr(session, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,8 +120,9 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(module: str, name: str, text: str, *examples: str, codes: str = _OTHER_CODES) -> None:
-        """``module`` has its ``options`` and ``run``, ``text`` says what it does, ``examples`` are arguments of calls."""
+    def command(name: str, text: str, *examples: str, codes: str = _OTHER_CODES, module: str = "") -> None:
+        """``text`` says what it does, ``examples`` are arguments of calls. ``module`` has its ``options`` and ``run``;
+        default: the one of ``commands`` that is called after it."""
         lines = ["examples:", *(f"  megatron-ft {name} {example}" for example in examples), "", codes]
         added = commands.add_parser(
             name,
@@ -131,10 +132,9 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if only in (None, name):
-            importlib.import_module(f"megatron_ft.{module}").options(added)
+            importlib.import_module(f"megatron_ft.{module or f'commands.{name}_command'}").options(added)
 
     command(
-        "planning.plan_command",
         "plan",
         "recommend a policy, redundancy and checkpoint period for a cluster",
         "--preset llama3-16k",
@@ -142,7 +142,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "--measured runs/a --gpus 1024 --out ft.json",
     )
     command(
-        "simulation.training.simulate_command",
         "simulate",
         "simulate a whole training run with failures for each policy",
         "--preset llama3-16k --trials 5",
@@ -150,7 +149,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "--like runs/a",
     )
     command(
-        "commands.prepare_command",
         "prepare",
         "tokenize text into a dataset of packed samples",
         "--out data/sotu",
@@ -158,7 +156,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "--out data/web --text web.jsonl.gz --tokenizer gpt2/tokenizer.json --workers 32",
     )
     command(
-        "commands.launch_command",
         "launch",
         "start a fault-tolerant run on this node",
         "--groups 4 --run-dir runs/a train.py -- --steps 100",
@@ -166,7 +163,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         codes=_RUN_CODES,
     )
     command(
-        "commands.join_command",
         "join",
         "add groups to a live run, or a spare host, from this node",
         "/shared/a --groups 2",
@@ -174,21 +170,18 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         codes=_RUN_CODES,
     )
     command(
-        "commands.leave_command",
         "leave",
         "have a group of a live run leave in order, for maintenance",
         '/shared/a 3 --why "new disk"',
     )
-    command("commands.stop_command", "stop", "tell a live run to save and to end", '/shared/a --why "maintenance"')
+    command("stop", "tell a live run to save and to end", '/shared/a --why "maintenance"')
     command(
-        "commands.supervise_command",
         "supervise",
         "in a Slurm job: launch on all nodes, and replace agents that end",
         "launch --groups 8 --spare-hosts 1 --run-dir /shared/a train.py -- --steps 1000",
         codes=f"{_RUN_CODES}\n  75     the job is queued again, and the run goes on in it",
     )
     command(
-        "faults.inject_command",
         "inject",
         "inject faults of a schedule, or drawn ones, into a live run",
         "runs/a faults.yaml",
@@ -196,7 +189,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "faults.yaml --dry-run --groups 4",
     )
     command(
-        "report.report_command",
         "report",
         "show tables and pictures of a run",
         "runs/a",
@@ -204,27 +196,23 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "runs/a --json",
     )
     command(
-        "report.status_command",
         "status",
         "show where a run stands; on a terminal until it ends",
         "runs/a",
     )
     command(
-        "report.checkpoint_command",
         "checkpoint",
         "list or check the checkpoints of a run",
         "list runs/a/checkpoints",
         "verify runs/a/checkpoints",
     )
     command(
-        "report.export_command",
         "export",
         "write the model of a run's checkpoint for other programs",
         "runs/a --format hf --out llama",
         "/shared/ckpt --format megatron --step 1000 --out model",
     )
     command(
-        "doctor.doctor_command",
         "doctor",
         "check this machine, or all hosts of a run, before training",
         "",
@@ -232,7 +220,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "--deterministic train.py --config ds_config.json -- --data data/sotu",
     )
     command(
-        "qualify.qualify_command",
         "qualify",
         "show on these machines, with real processes and faults, what holds there",
         "",
@@ -241,25 +228,24 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         codes="exit codes: 0 nothing failed; 1 a check failed; 2 refused: options, hosts or a library that is missing",
     )
     command(
-        "audit.step_replay",
         "replay",
         "compute a committed step again, and compare it with the record",
         "runs/a --step 120",
         "runs/a --step 120 --microbatch 3.0",
     )
     command(
-        "utils.shipped_files",
         "examples",
         "list the example scripts, sbatch files and documents, or copy them",
         "",
         "--copy ft",
+        module="utils.shipped_files",
     )
     command(
-        "cli",
         "completion",
         "print a shell's tab completion of this command",
         "bash > ~/.local/share/bash-completion/completions/megatron-ft",
         'zsh > "${fpath[1]}/_megatron-ft"',
+        module="cli",
     )
     return parser
 

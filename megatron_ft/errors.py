@@ -1,7 +1,7 @@
 """Errors that a user can cause and cure.
 
 Every message names the value, the rule and the remedy, and is printed as one line without a traceback (``cli.main``,
-``agent.rank_bootstrap`` and ``utils.vital_thread`` are the only places that catch :class:`FTError`). A dead peer is an
+``host.rank_bootstrap`` and ``utils.vital_thread`` are the only places that catch :class:`FTError`). A dead peer is an
 event, never an error of this module. Bugs of megatron_ft are plain ``AssertionError``/``RuntimeError`` and keep their
 traceback.
 """

@@ -21,11 +21,11 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
 from benchmarks import common
-from megatron_ft import checkpoint
+from megatron_ft.cluster.faults import kill
 from megatron_ft.data import prepare
 from megatron_ft.errors import WIPED_OUT, LaunchError
-from megatron_ft.faults import kill
-from megatron_ft.runlog import history, invariants, run_directory
+from megatron_ft.record import history, invariants, run_directory
+from megatron_ft.run import checkpoint
 from tests import support
 
 GROUPS, STEPS, PERIOD_S = 2, 80, 0.05

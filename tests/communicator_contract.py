@@ -1,4 +1,4 @@
-"""The contract of every communicator (``collectives.base``), whichever library is behind it. Subclass it with ``make``.
+"""The contract of every communicator (``run.collectives.base``), whichever library is behind it. Subclass it with ``make``.
 
 The members are threads of this process. The cases of membership are those that torch has for its own interface
 (``test_c10d_fault_tolerance.py``): shrink, grow, late join, merge and split, after an abort, after a timeout, a reused id.
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives.base import Broken, Communicator, Left, Work
+from megatron_ft.run.collectives.base import Broken, Communicator, Left, Work
 
 PATIENCE_S = 60.0
 

@@ -16,9 +16,9 @@ from hypothesis import settings
 # torch's own log lines would come after the test runner's last one. This must be set before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-from megatron_ft.auth import secret
-from megatron_ft.collectives import base
 from megatron_ft.data import prepare
+from megatron_ft.run.collectives import base
+from megatron_ft.utils.auth import secret
 from tests import launches, support
 
 _DURATIONS = Path(__file__).parent / "durations.json"

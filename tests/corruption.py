@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.faults.injection_points import CORRUPTIBLE_BY
+from megatron_ft.run.injection_points import CORRUPTIBLE_BY
 from tests import deepspeed_kills, support
 
 GROUPS, STEPS, FLIPS = 5, 14, 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def start(
 
 
 PLAIN = """
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 import deepspeed
 
 def wrap(self, model, optimizer, loss_fn, scheduler):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tests import support
 
 QUICK = """
-from megatron_ft.doctor import bandwidth, disk, host_orders, hosts_check, local, versions
+from megatron_ft.cluster.doctor import bandwidth, disk, host_orders, hosts_check, local, versions
 local.examine = lambda: [local.Finding("python", "ok", "3.11", needed=True), local.Finding("apex", "missing", "")]
 hosts_check._ANSWER_S, host_orders._HELLO_S, disk._VISIBLE_S = 60.0, 60.0, 0.5
 """

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
+from megatron_ft.run.injection_points import Breakpoint
 from tests import deepspeed_kills, support
 
 STEPS, STEP = deepspeed_kills.STEPS, deepspeed_kills.STEP

@@ -30,28 +30,28 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ft.agent.checkpoint_cache import CheckpointCache
-from megatron_ft.agent.heartbeat import _SIGNED, HeartbeatService
-from megatron_ft.auth import handshake
-from megatron_ft.auth.handshake import Door
-from megatron_ft.auth.secret import Key, Secret
-from megatron_ft.checkpoint.memory_copies import ReplicaCache
-from megatron_ft.checkpoint.peer_copies import COPIES
-from megatron_ft.collectives import framing
+from megatron_ft.cluster.doctor import bandwidth
+from megatron_ft.cluster.doctor.host_orders import Hub
+from megatron_ft.cluster.doctor.meeting import MEET, Meeting
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination import store
-from megatron_ft.coordination.store import NOTICES, ControlStore
 from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule
-from megatron_ft.doctor import bandwidth
-from megatron_ft.doctor.host_orders import Hub
-from megatron_ft.doctor.meeting import MEET, Meeting
+from megatron_ft.host.checkpoint_cache import CheckpointCache
+from megatron_ft.host.heartbeat import _SIGNED, HeartbeatService
+from megatron_ft.run import store
+from megatron_ft.run.checkpoint.memory_copies import ReplicaCache
+from megatron_ft.run.checkpoint.peer_copies import COPIES
+from megatron_ft.run.collectives import framing
+from megatron_ft.run.registered_state import Registered
+from megatron_ft.run.rejoin import state_receiver
+from megatron_ft.run.rejoin.state_sender import StateSender
+from megatron_ft.run.store import NOTICES, ControlStore
 from megatron_ft.utils import heap
-from megatron_ft.worker.registered_state import Registered
-from megatron_ft.worker.rejoin import state_receiver
-from megatron_ft.worker.rejoin.state_sender import StateSender
+from megatron_ft.utils.auth import handshake
+from megatron_ft.utils.auth.handshake import Door
+from megatron_ft.utils.auth.secret import Key, Secret
 
 SECRET = Secret("0123456789abcdef" * 4)
 KEY = SECRET.of("run")
@@ -144,7 +144,7 @@ def until_closed(end: socket.socket) -> None:
 
 
 def message(rng: random.Random, good: dict) -> bytes:
-    """A message with the framing of ``collectives.framing``, or nearly."""
+    """A message with the framing of ``run.collectives.framing``, or nearly."""
     if rng.random() < 0.3:
         return noise(rng)
     ours, theirs = socket.socketpair()
@@ -185,7 +185,7 @@ def as_passer_by(address: tuple[str, int]) -> Callable[[random.Random], None]:
 
 @contextlib.contextmanager
 def _door(member: bool) -> Iterator[Target]:
-    """The handshake alone, which is also how the ranks of a pipeline meet (``collectives.p2p_channel``)."""
+    """The handshake alone, which is also how the ranks of a pipeline meet (``run.collectives.p2p_channel``)."""
     came: queue.SimpleQueue = queue.SimpleQueue()
     listener = framing.listen(HERE)
     address = listener.getsockname()[:2]

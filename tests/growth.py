@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft import codec
-from megatron_ft.collectives.communicator_choice import GLOO, Offer
-from megatron_ft.coordination import watcher
-from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.coordination.key_sweeper import Sweeper
-from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.run.collectives.communicator_choice import GLOO, Offer
+from megatron_ft.run.store import ControlStore, watcher
+from megatron_ft.run.store.client import CoordinationClient
+from megatron_ft.run.store.key_sweeper import Sweeper
 from megatron_ft.types import Exit, PlanOrigin, Report, View
 
 FIRST = first_view(2)

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.runlog import history, invariants
+from megatron_ft.record import history, invariants
 from tests import netlab, support, warm
 
 STEPS = 60

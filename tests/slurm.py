@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.runlog import history, invariants, run_directory
+from megatron_ft.record import history, invariants, run_directory
 from tests import support
 from tests.stores import await_
 from tools.slurm_lab import Lab, missing

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from megatron_ft.data import prepare
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from tests import host_losses, slurm, support
 from tests.host_losses import FREEZE_S, HEALED
 from tools.slurm_lab import Lab

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.coordination import watcher
-from megatron_ft.coordination.store import ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import EpochAborted
+from megatron_ft.run.store import ControlStore, StoreConflict, StoreLostMemory, watcher
 from megatron_ft.types import Exit
 from tests.stores import DEADLINE_S, await_
 

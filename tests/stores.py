@@ -56,7 +56,7 @@ class Process:
 
 
 _FORKED = multiprocessing.get_context("forkserver")
-_FORKED.set_forkserver_preload(["tests.stores", "megatron_ft.coordination.store.tcp_store"])
+_FORKED.set_forkserver_preload(["tests.stores", "megatron_ft.run.store.tcp_store"])
 
 
 class TcpServer(Process):
@@ -81,7 +81,7 @@ class TcpServer(Process):
 
 
 def _serve(port: int, tell: Connection) -> None:
-    from megatron_ft.coordination.store import tcp_store
+    from megatron_ft.run.store import tcp_store
 
     server, port = tcp_store.host("127.0.0.1", port)
     tell.send(port)

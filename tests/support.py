@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.auth.secret import Secret
-from megatron_ft.faults import injection_points
-from megatron_ft.faults import kill as inject
-from megatron_ft.report import presence
-from megatron_ft.runlog import history, invariants
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.record import history, invariants, presence
+from megatron_ft.record.run_record import RunRecord
+from megatron_ft.run import injection_points
 from megatron_ft.types import Microbatch
 from megatron_ft.utils import file_descriptors, shared_file
+from megatron_ft.utils.auth.secret import Secret
 from tests import warm
 
 ROOT = Path(__file__).parent.parent
@@ -301,7 +300,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")
 _GATE = """
 import os, time
 from pathlib import Path
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 HERE, SHUT, SLOWER_S, LONGEST_S = Path({here!r}), {shut!r}, {slower_s!r}, {longest_s!r}
 passes = Session.train_step
 def train_step(self, *arguments, **options):

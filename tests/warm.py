@@ -31,8 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_ft.agent import forkserver, rank_bootstrap
 from megatron_ft.errors import FTError
+from megatron_ft.host import forkserver, rank_bootstrap
 from megatron_ft.utils import file_descriptors
 from tests import launches
 from tools.netlab import Network
@@ -41,7 +41,7 @@ _LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
 ROOT = Path(__file__).parent.parent
 _UNKNOWN = "0" * 10
 _CLONE_NEWNET = 0x40000000
-_MODULES = (*forkserver.PRELOAD, "megatron_ft.cli", "megatron_ft.agent.node_agent", "megatron_ft.report.follow")
+_MODULES = (*forkserver.PRELOAD, "megatron_ft.cli", "megatron_ft.host.node_agent", "megatron_ft.record.follow")
 
 
 class Launched:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import FTError
-from megatron_ft.runlog.protocol_trace import Record
-from megatron_ft.runlog.replay import Decision, Replay, replay
+from megatron_ft.proof.replay import Decision, Replay, replay
+from megatron_ft.record.protocol_trace import Record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
     python tools/simgrid_run.py [--groups 200] [--steps 500] [--policies spare replication stacked_quota] [--seed 0]
 
-A second opinion on ``megatron_ft/simulation/training``: SimGrid's engine plays the groups, its network moves every message,
+A second opinion on ``megatron_ft/plan``: SimGrid's engine plays the groups, its network moves every message,
 and nothing of our time axis is used. Each group is an actor on a host of its own. In a step it computes, then takes part in
 an all-reduce along a binomial tree; a checkpoint goes to a storage host whose link all groups share. At the times of a
 trace an actor is killed. When the loss is detected, the controller agrees with the survivors (a message to each and back),
@@ -40,8 +40,8 @@ _RATE = 1e9
 
 def compare(python: str, policy: str, groups: int, steps: int, seed: int) -> dict[str, Any]:
     """Return the time and the events of one run in SimGrid (``python`` can import it) and in our simulator."""
-    from megatron_ft.simulation.training.policy_models import POLICIES
-    from megatron_ft.simulation.training.training_run import simulate
+    from megatron_ft.plan.policy_models import POLICIES
+    from megatron_ft.plan.training_run import simulate
 
     setting = _setting(policy, groups, steps, seed)
     case = {**TIMES, "groups": groups, "steps": steps, "trace": setting.failures.trace}
@@ -57,8 +57,8 @@ def compare(python: str, policy: str, groups: int, steps: int, seed: int) -> dic
 def _setting(policy: str, groups: int, steps: int, seed: int) -> Any:
     import numpy as np
 
-    from megatron_ft.planning.cluster import Cluster
-    from megatron_ft.simulation.training.setting import Failures, Setting
+    from megatron_ft.plan.cluster import Cluster
+    from megatron_ft.plan.setting import Failures, Setting
     from tools.allreduce import allreduce_s
 
     dice, count = np.random.default_rng(seed), 20 * steps

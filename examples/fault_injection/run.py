@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ft.runlog import history, invariants
+from megatron_ft.record import history, invariants
 
 HERE = Path(__file__).parent
 TRAINING = HERE.parent / "pretrain_gpt"

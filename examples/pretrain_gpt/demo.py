@@ -17,12 +17,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_ft.cluster.faults import kill
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint, to_env
-from megatron_ft.report import run_plots, run_summary, run_tables
-from megatron_ft.runlog import invariants
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.record import invariants, run_plots, run_summary, run_tables
+from megatron_ft.record.run_record import RunRecord
+from megatron_ft.run.injection_points import Breakpoint, to_env
 from megatron_ft.utils import terminal
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from layers import ByColumns, ByRows, Slices
 from torch import nn
 
 from megatron_ft.config import RunConfig
-from megatron_ft.engines import fused
 from megatron_ft.errors import ConfigError
+from megatron_ft.run.engines import fused
 
 NORMS = {"rms": fused.rms_norm(), "layer": fused.layer_norm()}
 

@@ -13,7 +13,7 @@ import os
 import torch
 
 import megatron_ft  # ft
-from megatron_ft.engines import fused
+from megatron_ft.run.engines import fused
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_ft.engines.megatron import megatron_names
+from megatron_ft.run.engines.megatron import megatron_names
 
 REPLACED = (
     "megatron.core.tensor_parallel.random._get_cuda_rng_state",

@@ -22,9 +22,9 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning import Cluster
-from megatron_ft.simulation.training.setting import Failures, RestartFinds, Setting
-from megatron_ft.simulation.training.training_run import simulate
+from megatron_ft.plan import Cluster
+from megatron_ft.plan.setting import Failures, RestartFinds, Setting
+from megatron_ft.plan.training_run import simulate
 
 Row = dict[str, Any]
 GPUS, REPLICA, MICROBATCHES, LOSSES = 512, 8, 128, 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_ft.planning import Cluster
+from megatron_ft.plan import Cluster
 
 GROUPS = (200, 600, 1000)
 ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}

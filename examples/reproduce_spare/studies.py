@@ -19,9 +19,9 @@ from rich.progress import Progress
 
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling.policies.rectlr import Stacks
-from megatron_ft.planning import Cluster, closed_forms
-from megatron_ft.simulation.training.setting import Failures, PatchInSpare, Setting
-from megatron_ft.simulation.training.training_run import Result, simulate
+from megatron_ft.plan import Cluster, closed_forms
+from megatron_ft.plan.setting import Failures, PatchInSpare, Setting
+from megatron_ft.plan.training_run import Result, simulate
 
 METHODS = ("spare", "replication")
 ASSUMPTIONS: tuple[dict[str, Any], ...] = tuple(

@@ -1,3 +1,2 @@
-"""Commands of ``megatron-ft`` that several packages serve, or one that imports torch. Each module has ``options``, which
-need none of them, and ``run``.
-"""
+"""The commands of ``megatron-ft``: ``NAME_command.py`` for each. A module has ``options``, which need no torch, and
+``run``."""

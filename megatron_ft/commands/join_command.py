@@ -24,6 +24,6 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Join the run, until it ends. Returns the exit code; raises ``FTError``."""
     lifeline.ignore_save_signals()
-    from megatron_ft.agent import join
+    from megatron_ft.host import join
 
     return launch_command.join_as(options, join.find(options.run_dir), options.groups or 0, options.entered_fd)

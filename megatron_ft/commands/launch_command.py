@@ -15,9 +15,9 @@ from megatron_ft.utils import lifeline
 from megatron_ft.utils.console import say
 
 if TYPE_CHECKING:
-    from megatron_ft.agent import join
-    from megatron_ft.agent.forkserver import ForkServer
     from megatron_ft.config.schema import RunConfig
+    from megatron_ft.host import join
+    from megatron_ft.host.forkserver import ForkServer
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -136,14 +136,14 @@ def preload_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run this host's part of the job. Returns the exit code; raises ``FTError``."""
     lifeline.ignore_save_signals()  # until the run has begun, there is nothing to save
-    from megatron_ft.agent import job_restore
+    from megatron_ft.cluster.launchers import host_place, hostfile
     from megatron_ft.config.schema import EMBEDDED
-    from megatron_ft.launchers import host_place, hostfile
+    from megatron_ft.host import job_restore
 
     run = host_place.with_store(options, settings(options))
     options.target = None
     if options.ssh:
-        from megatron_ft.launchers.ssh import launcher
+        from megatron_ft.cluster.launchers.ssh import launcher
 
         return launcher.launch(options, run, lambda: _shown(options, run))
     if options.hostfile is not None:
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     host_place.check_rank(options)
     host_place.check_address(options)
     if options.spare_hosts:
-        from megatron_ft.agent import join
+        from megatron_ft.host import join
 
         options.hosts, spare = join.without_spares(options.hosts or 1, options.host_rank or 0, options.spare_hosts)
         if spare:
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
 
 def settings(options: argparse.Namespace) -> RunConfig:
     """Return the config that the options of ``launch`` describe. Raises ``FTError``."""
-    from megatron_ft.agent import job_restore
+    from megatron_ft.host import job_restore
 
     if options.module and options.megatron_lm:
         raise LaunchError("-m and --megatron-lm cannot be combined; give the path of Megatron-LM's script")
@@ -202,7 +202,7 @@ def forks_of(options: argparse.Namespace, ranks: int) -> Iterator[ForkServer | N
     if options.no_preload:
         yield None
         return
-    from megatron_ft.agent import forkserver
+    from megatron_ft.host import forkserver
 
     with contextlib.closing(forkserver.ForkServer(forkserver.common_environment(ranks), options.preload)) as forks:
         yield forks
@@ -210,8 +210,8 @@ def forks_of(options: argparse.Namespace, ranks: int) -> Iterator[ForkServer | N
 
 def join_as(options: argparse.Namespace, running: join.Running, groups: int, entered_fd: int | None = None) -> int:
     """With a number of groups, or as a spare host. ``entered_fd``: takes a byte once the host has its number."""
-    from megatron_ft.agent import join
-    from megatron_ft.agent.node_agent import Agent, LaunchOptions
+    from megatron_ft.host import join
+    from megatron_ft.host.node_agent import Agent, LaunchOptions
 
     newcomer = join.enter(running, groups, options.address)
     if entered_fd is not None:
@@ -232,8 +232,8 @@ def join_as(options: argparse.Namespace, running: join.Running, groups: int, ent
 
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
-    from megatron_ft.agent.node_agent import Agent, LaunchOptions
-    from megatron_ft.report import tracker
+    from megatron_ft.host import tracker
+    from megatron_ft.host.node_agent import Agent, LaunchOptions
 
     track = (*options.track, *(tracker.asked_for(options.arguments) if options.megatron_lm else ()))
     tracker.check_trackers(track)
@@ -265,7 +265,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
 def _shown(options: argparse.Namespace, run: RunConfig) -> contextlib.AbstractContextManager[None]:
     """Return the context in which the run is shown. Megatron-LM logs losses at its last rank, all other lines at its first;
     each group says the same, so those of the writer's group are shown."""
-    from megatron_ft.report import follow
+    from megatron_ft.record import follow
 
     follows = options.megatron_lm and options.tee is None
     tee = options.tee or (f"0,{run.ranks_per_group - 1}" if follows else "0")

@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Have the group leave. Returns the exit code; raises ``FTError``."""
-    from megatron_ft.agent import operator_requests
+    from megatron_ft.host import operator_requests
 
     operator_requests.leave(options.run_dir, options.group, options.why, options.patience_s)
     return 0

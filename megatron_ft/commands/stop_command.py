@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tell the run to stop. Returns the exit code; raises ``FTError``."""
-    from megatron_ft.agent import operator_requests
+    from megatron_ft.host import operator_requests
 
     operator_requests.stop(options.run_dir, options.why)
     return 0

@@ -36,13 +36,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Launch on all nodes, and follow the run. Returns the exit code; raises ``FTError``."""
-    from megatron_ft.launchers import supervisor_loop
-    from megatron_ft.launchers.slurm import supervisor
+    from megatron_ft.cluster.launchers import supervisor_loop
+    from megatron_ft.cluster.launchers.slurm import supervisor
 
     asked = _of_job(options)
     run = asked.settings
     if options.array:
-        from megatron_ft.launchers.slurm import job_array
+        from megatron_ft.cluster.launchers.slurm import job_array
 
         where = job_array.place(os.environ)
         of_array = job_array.limits(run.fault_tolerance, where, asked.spare_hosts, options.failures_per_node)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_job(options: argparse.Namespace) -> argparse.Namespace:
     """Parse the ``launch`` command of a job. Add ``words`` (its arguments) and ``settings`` (the configuration)."""
-    from megatron_ft.launchers import host_place
+    from megatron_ft.cluster.launchers import host_place
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:

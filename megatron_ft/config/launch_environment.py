@@ -1,7 +1,7 @@
 """The environments in which several processes or hosts work on one job, and the variables that say so: one table.
 
-``megatron-ft launch`` joins the hosts (``launchers.detect``), and ``megatron_ft.init`` refuses to train in each process
-alone (``worker.standalone_run``). Without the table every process would train the whole job by itself, and succeed.
+``megatron-ft launch`` joins the hosts (``cluster.launchers.detect``), and ``megatron_ft.init`` refuses to train in each
+process alone (``run.standalone_run``). Without the table every process would train the whole job by itself, and succeed.
 
 An environment either numbers its hosts (``_NUMBERED``), or only shows that there are several (``_UNNUMBERED``): the shell
 of a batch job has the list of its hosts, and is not a process on each of them.
@@ -302,7 +302,7 @@ _NUMBERED = (
         hosts="CROSS_SIZE",
         rank="CROSS_RANK",
         processes="LOCAL_SIZE",
-        remedy="--num_gpus 1, or use megatron_ft.launchers.launcher_shim",
+        remedy="--num_gpus 1, or use megatron_ft.cluster.launchers.launcher_shim",
         first="MASTER_ADDR",
         port="MASTER_PORT",
     ),

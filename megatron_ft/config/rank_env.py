@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_ft import codec
-from megatron_ft.auth import secret as secrets
-from megatron_ft.auth.secret import Key, Secret
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import LaunchError
 from megatron_ft.types import seat
 from megatron_ft.utils import process_name
+from megatron_ft.utils.auth import secret as secrets
+from megatron_ft.utils.auth.secret import Key, Secret
 
 _PREFIX = "MEGATRON_FT_"
 CLAIMS = "store"
-"""Name of the claim log's directory (``coordination.store.claim_log``) in the run directory."""
+"""Name of the claim log's directory (``run.store.claim_log``) in the run directory."""
 
 
 AUDIT = f"{_PREFIX}AUDIT"

@@ -126,7 +126,7 @@ _COUNT_OR_SLACK = Rule(
     lambda value: value == verification.SLACK or whole_number(0).accepts(value),
 )
 COMMUNICATORS = ("nccl", "gloo")
-"""Communicators between groups, in the order of preference (``collectives.communicator_choice``)."""
+"""Communicators between groups, in the order of preference (``run.collectives.communicator_choice``)."""
 _GONE = ("staged", "reconfigure")
 """Communicators that earlier versions had; both summed over gloo."""
 

@@ -82,7 +82,7 @@ permutation = lru_cache(maxsize=8)(Permutation)
 class BatchSchedule:
     """The number of microbatches in a shard, for every step of a run: one number, unless the script changes it.
 
-    It is a state that checkpoints and a returning group carry (``worker.registered_state``), because the numbers of a
+    It is a state that checkpoints and a returning group carry (``run.registered_state``), because the numbers of a
     step's samples follow from the sizes of all steps before it.
     """
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import ConfigError
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.session import Session
 from megatron_ft.types import given
 from megatron_ft.utils import extras
-from megatron_ft.worker.session import Session
 
 with extras.needed():
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from megatron_ft.collectives.device_copies import own_device
 from megatron_ft.errors import ConfigError
+from megatron_ft.run.collectives.device_copies import own_device
+from megatron_ft.run.session import Session
 from megatron_ft.types import given
 from megatron_ft.utils import extras
-from megatron_ft.worker.session import Session
 
 with extras.needed():
     from lightning.pytorch import LightningModule, callbacks

@@ -1,7 +1,7 @@
 """Lists the sockets of this process, and shuts connections down.
 
 gloo has no call that aborts an operation. Shutting its connections down makes their operations fail within
-milliseconds, here and at the peers. ``collectives.gloo_sockets`` determines which connections belong to gloo.
+milliseconds, here and at the peers. ``run.collectives.gloo_sockets`` determines which connections belong to gloo.
 """
 
 from __future__ import annotations

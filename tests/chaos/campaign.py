@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
 from tests import support
 from tests.chaos import judge as judge_module
 from tests.chaos import play as play_module

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from tests import support
 
 STEPS = 5

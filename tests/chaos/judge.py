@@ -1,7 +1,7 @@
 """The promises of every chaos run, whatever was injected; each check returns its violations in words.
 
 After a silent error of a gradient (``nan``, ``bitflip``) the losses are not promised; the promises are those of the
-policy for gradients that are not finite (``worker.nonfinite``), and that all survivors have the same model to the bit.
+policy for gradients that are not finite (``run.nonfinite``), and that all survivors have the same model to the bit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import replace
 from signal import SIGSTOP, SIGTERM
 from typing import Any
 
+from megatron_ft.cluster.faults.injector import Case
+from megatron_ft.cluster.faults.schedule import RAISING
 from megatron_ft.core.detection.link_detector import AGREED
 from megatron_ft.core.detection.rank_health import LOOK_S
 from megatron_ft.core.scheduling.policies import DROP
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, FTError, RunStopped
-from megatron_ft.faults.injection_points import reached_file
-from megatron_ft.faults.injector import Case
-from megatron_ft.faults.schedule import RAISING
-from megatron_ft.runlog import invariants
-from megatron_ft.runlog.protocol_trace import Record
-from megatron_ft.runlog.replay import replay
+from megatron_ft.proof.replay import replay
+from megatron_ft.record import invariants
+from megatron_ft.record.protocol_trace import Record
+from megatron_ft.run.injection_points import reached_file
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, is_long, takes
 from tests.chaos.play import Played
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_ft.cluster.faults.schedule import RAISING, Fault, Schedule
 from megatron_ft.core.scheduling.policies import DROP, RECOVER, REPLICATION, SLACK, SPARE, STACKED_QUOTA
-from megatron_ft.faults.schedule import RAISING, Fault, Schedule
 
 OTHERS = (SPARE, RECOVER, REPLICATION, SLACK, DROP)
 """The policies beside the default that mask a loss; all but ``drop`` keep the microbatches of the step. With ``restart`` the

@@ -20,11 +20,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.cluster.faults import process_lookup
+from megatron_ft.cluster.faults.injector import Case, Injector
+from megatron_ft.cluster.faults.schedule import Schedule
 from megatron_ft.errors import FTError
-from megatron_ft.faults import injection_points, process_lookup
-from megatron_ft.faults.injector import Case, Injector
-from megatron_ft.faults.schedule import Schedule
-from megatron_ft.runlog import history
+from megatron_ft.record import history
+from megatron_ft.run import injection_points
 from megatron_ft.utils import file_descriptors
 from tests import engine_kills, netlab, support, warm
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan

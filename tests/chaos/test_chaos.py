@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults.injector import Case
-from megatron_ft.faults.schedule import Fault
-from megatron_ft.runlog import history
+from megatron_ft.cluster.faults.injector import Case
+from megatron_ft.cluster.faults.schedule import Fault
+from megatron_ft.record import history
 from tests import support
 from tests.chaos import campaign, play
 from tests.chaos.judge import judge

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_ft.engines.layout import Layout
+from megatron_ft.run.engines.layout import Layout
 from tests.conformance import model as toy
 
 
@@ -67,7 +67,7 @@ def adapted(options: Mapping[str, Any], module: nn.Module) -> None:
 
 class Native(Kit):
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
-        from megatron_ft.engines.torch_native import TorchNativeEngine
+        from megatron_ft.run.engines.torch_native import TorchNativeEngine
 
         model = toy.whole(dropout)
         adapted(self.options, model)
@@ -83,7 +83,7 @@ class Fsdp(Kit):
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
         from torch.distributed.fsdp import fully_shard
 
-        from megatron_ft.engines.fsdp import FsdpEngine
+        from megatron_ft.run.engines.fsdp import FsdpEngine
 
         mesh = init_device_mesh("cpu", (self.shards, self.slices), mesh_dim_names=("dp", "tp"))
         model = toy.whole(dropout)
@@ -111,7 +111,7 @@ class Pipeline(Kit):
         from torch.distributed import pipelining
         from torch.distributed.fsdp import fully_shard
 
-        from megatron_ft.engines.torch_pipeline import TorchPipeline
+        from megatron_ft.run.engines.torch_pipeline import TorchPipeline
 
         mesh = init_device_mesh("cpu", (self.stages, self.shards, self.slices), mesh_dim_names=("pp", "dp", "tp"))
         chunks = self.options.get("chunks", 1)
@@ -151,7 +151,7 @@ class Megatron(Kit):
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer import TransformerConfig
 
-        from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
+        from megatron_ft.run.engines.megatron.megatron_engine import MegatronEngine
         from tests.conformance import megatron_model
 
         chunks = self.options.get("chunks", 1)
@@ -226,7 +226,7 @@ class DeepSpeed(Kit):
         from deepspeed.accelerator import get_accelerator
 
         from megatron_ft.config import schema
-        from megatron_ft.engines.deepspeed import build
+        from megatron_ft.run.engines.deepspeed import build
 
         build.init_communication()
         if "fp16" in self.options:  # whatever DeepSpeed thinks of this processor

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import state_transfer
 from megatron_ft.core.exactness import grid
 from megatron_ft.data.order import microbatch_seed
-from megatron_ft.engines.gradient_check import GradientCheck
-from megatron_ft.engines.port import DIGEST, OWN, Listed, StepResult
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
+from megatron_ft.run.collectives import state_transfer
+from megatron_ft.run.engines.gradient_check import GradientCheck
+from megatron_ft.run.engines.port import DIGEST, OWN, Listed, StepResult
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 from tests.conformance import model as toy
 from tests.conformance.kits import KITS, Kit, adamw, loss_of
@@ -132,7 +132,7 @@ class Group:
         return found
 
     def reduce(self, engine: Any, contributed: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Sum the groups' parts as ``collectives.bucket_allreduce`` does."""
+        """Sum the groups' parts as ``run.collectives.bucket_allreduce`` does."""
         for bucket in range(engine.num_buckets):
             total = engine.reduced(bucket).zero_()
             for part in contributed:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ft.collectives import device_copies
-from megatron_ft.collectives.device_copies import Port
+from megatron_ft.run.collectives import device_copies
+from megatron_ft.run.collectives.device_copies import Port
 
 GARBAGE = 0x5A
 

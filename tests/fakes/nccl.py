@@ -1,4 +1,4 @@
-"""An adversary that behaves like NCCL, for ``collectives.nccl_communicator``: threads of one process are its ranks.
+"""An adversary that behaves like NCCL, for ``run.collectives.nccl_communicator``: threads of one process are its ranks.
 
 Operations queue on a stream and run when all ranks have started them. Their ends are events that the host sees later. An
 abort ends a rank's kernels as if they were done and leaves garbage in their tensors; the other ranks see nothing of it. What

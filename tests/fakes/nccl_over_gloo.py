@@ -1,4 +1,4 @@
-"""Real runs on a CPU whose gradients go between groups as if by NCCL (``collectives.nccl_communicator``).
+"""Real runs on a CPU whose gradients go between groups as if by NCCL (``run.collectives.nccl_communicator``).
 
 The data travels on a second process group of gloo, in private copies. It behaves like NCCL to its user: a peer's end is
 never seen, an operation that fails never ends, and an abort ends this rank's operations at once, as if they were done,
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import communicator_choice
-from megatron_ft.collectives.communicator_choice import Offer
-from megatron_ft.collectives.gloo_communicator import broadcast_from
+from megatron_ft.run.collectives import communicator_choice
+from megatron_ft.run.collectives.communicator_choice import Offer
+from megatron_ft.run.collectives.gloo_communicator import broadcast_from
 from tests.fakes.nccl import GARBAGE
 
 

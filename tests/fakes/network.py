@@ -10,7 +10,7 @@ from functools import reduce
 
 import torch
 
-from megatron_ft.collectives.base import Broken, Communicator, Work
+from megatron_ft.run.collectives.base import Broken, Communicator, Work
 
 
 class Network:

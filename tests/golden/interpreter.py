@@ -15,9 +15,9 @@ from megatron_ft.core.protocol.machine import Job
 from megatron_ft.core.replication.placement import consecutive, golomb, sets
 from megatron_ft.core.scheduling import policies
 from megatron_ft.core.scheduling.assignment import fetched, microbatches_of_step
-from megatron_ft.simulation.protocol.explore import tell
-from megatron_ft.simulation.protocol.scenario import KINDS, Fault, Scenario
-from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.proof.explore import tell
+from megatron_ft.proof.scenario import KINDS, Fault, Scenario
+from megatron_ft.proof.simulated_cluster import play
 from megatron_ft.types import Microbatch
 from tests.world import Group, World
 
@@ -428,7 +428,7 @@ class FailOver:
 
     def at(self, seconds: int | str, *words: int | str) -> None:
         """at SECONDS KIND [TARGET...] [for SECONDS]: a fault; `Fault` in
-        `megatron_ft/simulation/protocol/scenario.py` lists the kinds."""
+        `megatron_ft/proof/scenario.py` lists the kinds."""
         words, lasts = (words[:-2], float(words[-1])) if "for" in words[-2:] else (words, 0.0)
         kind = " ".join(word for word in words if isinstance(word, str))
         targets = tuple(word for word in words if isinstance(word, int))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import NCCL, Choice, Maker
+from megatron_ft.run.collectives.base import Communicator
+from megatron_ft.run.collectives.communicator_choice import NCCL, Choice, Maker
 from tests.communicator_contract import CommunicatorContract
 
 GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0

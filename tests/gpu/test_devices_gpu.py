@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft import checkpoint
-from megatron_ft.collectives import base, device_copies, state_transfer
-from megatron_ft.collectives.device_copies import fill, own_device, to_host
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.errors import EngineError
-from megatron_ft.worker.rejoin import state_sender
+from megatron_ft.run import checkpoint
+from megatron_ft.run.collectives import base, device_copies, state_transfer
+from megatron_ft.run.collectives.device_copies import fill, own_device, to_host
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.rejoin import state_sender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,7 +107,7 @@ def test_a_thread_of_its_own_makes_no_context_on_device_0(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     code = (
         "import torch\n"
-        "from megatron_ft.collectives import device_copies\n"
+        "from megatron_ft.run.collectives import device_copies\n"
         "import threading\n"
         "values = torch.ones(1000, device=device_copies.own_device())\n"
         "thread = threading.Thread(target=device_copies.to_host, args=([values],))\n"

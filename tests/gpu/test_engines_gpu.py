@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import engine_kills, support
 
 pytestmark = [
@@ -20,7 +20,7 @@ import torch
 torch.use_deterministic_algorithms(True)
 """
 COMPILED = """
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 wrap = Session.wrap
 def compiled(self, model, *rest, **options):
     for block in model.blocks:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.engines import rounding_loops
-from megatron_ft.engines.buckets import Buckets
+from megatron_ft.run.engines import rounding_loops
+from megatron_ft.run.engines.buckets import Buckets
 
 pytestmark = [
     pytest.mark.gpu,

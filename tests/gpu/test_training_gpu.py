@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ft.collectives.communicator_choice import GLOO, NCCL
-from megatron_ft.collectives.nccl_communicator import MULTI_RANK_NCCL
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.qualify import device_seats
+from megatron_ft.cluster.qualify import device_seats
+from megatron_ft.run.collectives.communicator_choice import GLOO, NCCL
+from megatron_ft.run.collectives.nccl_communicator import MULTI_RANK_NCCL
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 pytestmark = [
@@ -25,7 +25,7 @@ ON_DEVICE = """
 import os
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 import torch
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 torch.use_deterministic_algorithms(True)
 wrap = Session.wrap
 def on_device(self, model, optimizer, loss_fn, scheduler):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives.nccl_watchdog import environment
+from megatron_ft.run.collectives.nccl_watchdog import environment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,8 +32,8 @@ COMMON = """
 import json, os, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from megatron_ft.collectives import flight_recorder
-from megatron_ft.collectives.nccl_watchdog import abort_all, failure
+from megatron_ft.run.collectives import flight_recorder
+from megatron_ft.run.collectives.nccl_watchdog import abort_all, failure
 
 STORE = dist.HashStore()
 torch.cuda.set_device(0)

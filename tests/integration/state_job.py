@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatron_ft
-from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 ROWS, WIDTH = 6, 8

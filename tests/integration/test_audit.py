@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from tests import support
 
 OWN = ("--layers", 1, "--width", 32, "--seq-len", 16)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint.memory_copies import ReplicaCache
+from megatron_ft.cluster.faults import kill, process_lookup
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT
-from megatron_ft.faults import kill, process_lookup
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint.memory_copies import ReplicaCache
+from megatron_ft.run.injection_points import Breakpoint
 from tests import checkpoint_kills, support
 from tests.integration.test_hosts import Agents
 from tools import proc
@@ -351,7 +351,7 @@ def test_an_agent_says_that_a_script_still_writes_its_final_model(tmp_path, data
 
 SLOW = """
 import os, time
-from megatron_ft import checkpoint
+from megatron_ft.run import checkpoint
 write = checkpoint.write_part
 def write_when_told(*arguments):
     (HERE / f"begun-{os.getpid()}").touch()
@@ -406,8 +406,8 @@ def stops_with_a_checkpoint(run: support.Run, saved: Path, groups: int = 3) -> N
 LATE = """
 import time
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
-from megatron_ft.coordination import watcher
-from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
+from megatron_ft.run.store import watcher
+from megatron_ft.run.saves.coordinator import CheckpointCoordinator
 announce, boundary, at = watcher.announce, CheckpointCoordinator.boundary, [0]
 def announce_late(store, signal, by=None):
     said = at[0]
@@ -439,7 +439,7 @@ def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path
 MISSED = """
 import os, time
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
-from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator as Coordinator
+from megatron_ft.run.saves.coordinator import CheckpointCoordinator as Coordinator
 hear, boundary, ask, missed, left = Coordinator.on_signal, Coordinator.boundary, Coordinator._ask, [], [-1]
 group = os.environ["MEGATRON_FT_GROUP"]
 def hear_late(self, word):

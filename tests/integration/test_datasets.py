@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from megatron_ft.data import indexed, prepare
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import engine_kills, support
 
 VOCAB, SEQ_LEN, STEPS = 64, 32, 6

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ft.data.dataset import PackedDataset
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from megatron_ft.types import Microbatch
 from tests import deepspeed_kills, support
 from tests.deepspeed_kills import MODEL, PLAIN, SCRIPT, flushes, kinds, start
@@ -38,7 +38,7 @@ def alone(tmp_path_factory, data_dir):
 
 
 FLIP = """
-from megatron_ft.worker.finishing import Finishing
+from megatron_ft.run.finishing import Finishing
 
 update = Finishing.update
 def flipped(self, order):
@@ -72,7 +72,7 @@ def test_a_group_whose_last_stage_holds_another_state_leaves_and_comes_back(tmp_
 
 SAYS_WHAT_IT_HEARS = """
 from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.worker.group_leader import GroupLeader
+from megatron_ft.run.group_leader import GroupLeader
 
 hear = GroupLeader.on_signal
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megatron_ft.errors import StartOver
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 STEPS = 12
 LIKE_NCCL = f"""
 import os, sys
 sys.path.insert(0, {str(support.ROOT)!r})
-from megatron_ft.collectives import nccl_communicator
+from megatron_ft.run.collectives import nccl_communicator
 from megatron_ft.config.rank_env import RankEnvironment
 from tests.fakes.nccl_over_gloo import install
 nccl_communicator.ABORT_TIMEOUT_S = 0.5
@@ -24,7 +24,7 @@ import os, sys, threading
 sys.path.insert(0, {str(support.ROOT)!r})
 import torch
 from torch.distributed import distributed_c10d
-from megatron_ft.collectives import user_process_groups
+from megatron_ft.run.collectives import user_process_groups
 from megatron_ft.config.rank_env import RankEnvironment
 
 class Tensors:

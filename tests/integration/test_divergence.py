@@ -8,14 +8,14 @@ import re
 
 import pytest
 
+from megatron_ft.cluster.faults import kill as inject
 from megatron_ft.errors import InvariantBroken
-from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 RECORDS_LATE = """
 import time
-from megatron_ft.worker.state_guard import StateGuard
+from megatron_ft.run.state_guard import StateGuard
 record = StateGuard._record
 StateGuard._record = lambda *args, **fields: (time.sleep(0.5), record(*args, **fields))
 """
@@ -54,7 +54,7 @@ def test_a_group_whose_state_changed_leaves_and_returns_with_the_state_of_the_ot
 
 BUFFER = """
 import os, torch
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 init, update = torch_native.TorchNativeEngine.__init__, torch_native.TorchNativeEngine.update
 def with_buffer(self, model, *args, **settings):
@@ -120,7 +120,7 @@ def flipping(path, group: int, change: str = ""):
     """Return a training script that flips a bit of a parameter of that group after step 3."""
     flip = f"""
 import os
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 update = torch_native.TorchNativeEngine.update
 def flipped(self, step, *args):
@@ -160,8 +160,8 @@ def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path,
 
 LEFT_BEHIND = """
 import time
-from megatron_ft.collectives.base import Broken
-from megatron_ft.faults.injection_points import InjectionPoints
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.injection_points import InjectionPoints
 
 reach, broken = InjectionPoints.reach, []
 def reaches(self, point, step, bucket=None):
@@ -204,7 +204,7 @@ def test_a_tie_after_the_last_step_is_no_success(tmp_path, data_dir):
 
 POISON = """
 import os, torch
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 update = torch_native.TorchNativeEngine.update
 def poisoned(self, step, *args):
@@ -234,7 +234,7 @@ def test_one_group_with_parameters_that_are_not_finite_does_not_end_the_run(tmp_
 
 MISCOUNTS = """
 import os
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 compute = torch_native.TorchNativeEngine.compute
 def twice(self, microbatch, *args):
@@ -256,7 +256,7 @@ def test_sums_over_wrong_microbatches_end_the_run_and_not_one_group_after_the_ot
 
 HIDDEN = """
 import os
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 optimize = torch_native.TorchNativeEngine._optimize
 def hidden(self, *args):

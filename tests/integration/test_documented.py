@@ -139,7 +139,7 @@ def test_each_command_exists_with_its_options(command):
         "python tools/slurm_lab.py up --node 3",
         "sbatch slurm/prtrain.sbatch",
         "srun -N3 megatron-ft doctor --dir x",
-        "torchrun -m megatron_ft.launchers.launcher_shm train.py",
+        "torchrun -m megatron_ft.cluster.launchers.launcher_shm train.py",
         "megatron-ft supervise --arrray launch --groups 4",
         "megatron-ft supervise --array launch --grups 4",
         "frobnicate",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import deepspeed_kills, support
 
 EXACT = {"reduction": "exact"}
@@ -180,7 +180,7 @@ def test_verification_without_a_fault_accuses_nobody(tmp_path, data_dir, undistu
 
 OTHER_HARDWARE = """
 import os
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 compute = torch_native.TorchNativeEngine.compute
 def other(self, *args, **options):

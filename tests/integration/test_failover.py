@@ -13,7 +13,7 @@ import signal
 import pytest
 
 from megatron_ft.errors import WIPED_OUT, RunStopped
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
 from tests import support
 from tests.integration.test_hosts import BEATS, Agents
 from tests.stores import await_, parent_of, store_of

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent import forkserver
+from megatron_ft.cluster.faults import process_lookup
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import process_lookup
-from megatron_ft.faults.injection_points import start_of
+from megatron_ft.host import forkserver
+from megatron_ft.run.injection_points import start_of
 from tests import support
 from tests.stores import await_
 
@@ -94,7 +94,7 @@ def test_a_rank_that_is_forked_too_late_does_not_begin(tmp_path, script, monkeyp
 
 AGENT = """
 import os, sys, time
-from megatron_ft.agent import forkserver
+from megatron_ft.host import forkserver
 from megatron_ft.errors import LaunchError
 server = forkserver.ForkServer(os.environ)
 own = {**os.environ, forkserver.AGENT_VARIABLE: str(os.getpid())}

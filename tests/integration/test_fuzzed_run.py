@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ft.faults import kill as inject
+from megatron_ft.cluster.faults import kill as inject
 from tests import fuzz, listening, support
 
 GROUPS, INPUTS = 2, 200

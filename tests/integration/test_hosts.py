@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.runlog import invariants
+from megatron_ft.cluster.faults import kill
+from megatron_ft.record import invariants
 from tests import support, warm
 from tests.stores import held_port
 

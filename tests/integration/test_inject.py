@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import host_faults, injection_points, mix, process_lookup
-from megatron_ft.faults.injector import Injector
-from megatron_ft.faults.schedule import Fault, Schedule
-from megatron_ft.runlog import history
+from megatron_ft.cluster.faults import host_faults, mix, process_lookup
+from megatron_ft.cluster.faults.injector import Injector
+from megatron_ft.cluster.faults.schedule import Fault, Schedule
+from megatron_ft.record import history
+from megatron_ft.run import injection_points
 from tests import support
 from tests.stores import store_of
 

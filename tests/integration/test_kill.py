@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 from tests.support import GROUPS, STEPS
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import injection_points, kill
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history, invariants
+from megatron_ft.cluster.faults import kill
+from megatron_ft.record import history, invariants
+from megatron_ft.run import injection_points
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 BIN = Path(sys.executable).parent
@@ -29,7 +30,7 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
         pytest.skip(f"{command[0]} is not installed")
     config = support.write_config(tmp_path / "ds.json", detector={"stopped_timeout_s": support.TIMEOUT_S})
     hold = Breakpoint(2, 2, "backward")
-    shim = ["megatron_ft.launchers.launcher_shim", "--run-dir", tmp_path / "run", support.SCRIPT]
+    shim = ["megatron_ft.cluster.launchers.launcher_shim", "--run-dir", tmp_path / "run", support.SCRIPT]
     own = ["--data", data_dir, "--steps", "4", "--layers", "2", "--width", "64", "--seq-len", "32"]
     process = subprocess.Popen(
         [str(word) for word in (BIN / command[0], *command[1:], *shim, *own, "--deepspeed_config", config)],

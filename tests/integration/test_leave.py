@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.cluster.faults import kill
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent.forkserver import AGENT_VARIABLE
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history
+from megatron_ft.host.forkserver import AGENT_VARIABLE
+from megatron_ft.record import history
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 from tests.support import ft
 from tools import proc

@@ -45,9 +45,9 @@ def test_the_run_stops_where_the_setting_says_stop(tmp_path, data_dir):
 LOSES_THE_SUM = """
 import os, time
 from pathlib import Path
-from megatron_ft.collectives.base import Broken
-from megatron_ft.collectives.bucket_allreduce import Reduction
-from megatron_ft.worker.nonfinite import NonFinite
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.collectives.bucket_allreduce import Reduction
+from megatron_ft.run.nonfinite import NonFinite
 start, reduce, all_started = Reduction._start, Reduction._finish, []
 def starts(self, outer, step, bucket):
     start(self, outer, step, bucket)
@@ -109,7 +109,7 @@ def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_el
 
 
 POISON = """
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 plain = torch_native.TorchNativeEngine.compute
 def compute(self, microbatch, *args):

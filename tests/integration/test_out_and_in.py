@@ -143,8 +143,8 @@ import deepspeed.ops
 deepspeed.ops.__compatible_ops__ = {}
 from deepspeed.pipe import PipelineModule
 deepspeed.init_distributed(dist_init_required=False)
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint import export
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint import export
 
 place = Path(sys.argv[1])
 layers = [torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)]

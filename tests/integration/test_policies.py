@@ -8,12 +8,13 @@ import signal
 
 import pytest
 
+from megatron_ft.cluster.faults import kill
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history, invariants, replay
-from megatron_ft.runlog.protocol_trace import Record
-from megatron_ft.simulation.training import like_run
+from megatron_ft.plan import like_run
+from megatron_ft.proof import replay
+from megatron_ft.record import history, invariants
+from megatron_ft.record.protocol_trace import Record
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 STEPS = 60

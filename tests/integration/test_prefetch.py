@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.cluster.faults import kill
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 from tests.support import GROUPS, PER_GROUP
 
@@ -22,7 +22,7 @@ STEP = 3
 # The example, with a dataset that notes each call before it is answered.
 TRAIN = """
 from pathlib import Path
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 
 class Noted:
     def __init__(self, inner, path):

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN
+from megatron_ft.cluster.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN
 from tests import support
 
 WHOLE_S = 600.0
 """The command takes a minute on two quiet cores, and other tests use them as well."""
 NO_TRAINING = """
 import sys
-from megatron_ft.qualify import host_part, training_checks
+from megatron_ft.cluster.qualify import host_part, training_checks
 training_checks.TrainingChecks.run = lambda self, qualification: qualification.skip("training", "left out by the test")
 """
 WRONG_SUM = """
 import runpy
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
 right = GlooCommunicator._all_reduce
 def wrong(self, tensor):
     work = right(self, tensor)
@@ -33,7 +33,7 @@ def wrong(self, tensor):
         tensor[tensor.numel() // 2] += 1
     return work
 GlooCommunicator._all_reduce = wrong
-runpy.run_module("megatron_ft.qualify.member_process", run_name="__main__")
+runpy.run_module("megatron_ft.cluster.qualify.member_process", run_name="__main__")
 """
 
 

@@ -12,8 +12,8 @@ import signal
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.cluster.faults import kill
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 GROUPS, RANKS = 3, 2
@@ -51,7 +51,7 @@ IN_CI = (
 
 
 LISTENS = """
-from megatron_ft.worker import peer_lost as released
+from megatron_ft.run import peer_lost as released
 
 released._CULPRIT_S = 120.0
 """
@@ -124,8 +124,8 @@ HANGS_INSIDE = """
 import threading
 import torch, torch.distributed as dist
 from megatron_ft.core.detection import rank_health
-from megatron_ft.worker.rank import Rank
-from megatron_ft.worker.session import Session
+from megatron_ft.run.rank import Rank
+from megatron_ft.run.session import Session
 
 rank_health.LEAST_S = 2.0
 plain, inside = Session.train_step, Rank.inside
@@ -165,7 +165,7 @@ def test_a_hang_inside_a_group_takes_it_out_and_names_the_rank(tmp_path, data_di
 
 
 FALLS_APART = """
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 
 plain = Session.train_step
 def train_step(self, *args):

@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import base
-from megatron_ft.collectives.base import Broken
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.collectives import base
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.utils import socket_tracker as sockets_module
 
 MEMBERS, RECOVERIES, SETTLED = 3, 200, 100
@@ -68,7 +68,7 @@ def test_a_hundred_recoveries_leave_nothing_behind():
     for rank, (out, err) in zip(ranks, said, strict=True):
         assert rank.returncode == 0, out + err
         first, settled, last = json.loads(out.splitlines()[-1])  # torch 2.9 writes lines of its own
-        # gloo can forget an operation, whose resources stay then (``collectives.gloo_communicator``).
+        # gloo can forget an operation, whose resources stay then (``run.collectives.gloo_communicator``).
         assert last["forgotten"] <= FORGOTTEN, out
         assert last["sockets"] - first["sockets"] <= last["kept"] * (MEMBERS - 1), out
         assert last["threads"] - first["threads"] <= last["kept"] * THREADS, out

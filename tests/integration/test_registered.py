@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ft.data.order import BatchSchedule
 from megatron_ft.errors import ConfigError, InvariantBroken
-from megatron_ft.worker.registered_state import Registered
+from megatron_ft.run.registered_state import Registered
 from tests import support
 
 STEPS, LATER = 200, 210

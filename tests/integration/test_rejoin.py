@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.record.run_record import RunRecord
+from megatron_ft.run.injection_points import Breakpoint
 from tests import deepspeed_kills, support
 
 REJOIN = {"enabled": True, "restarts_per_hour": 100}
@@ -154,7 +154,7 @@ def test_a_pipeline_comes_back(tmp_path, data_dir):
 DEAF = """
 import os
 from megatron_ft.core.protocol.messages import GroupFailed
-from megatron_ft.worker.verdict_handler import VerdictHandler
+from megatron_ft.run.verdict_handler import VerdictHandler
 hear = VerdictHandler.on_signal
 def hear_with_a_bug(self, verdict):
     if isinstance(verdict, GroupFailed) and (self._rank.group, self._rank.env.incarnation) == (1, 0):

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog.protocol_trace import Record
-from megatron_ft.runlog.replay import replay
+from megatron_ft.cluster.faults import kill
+from megatron_ft.proof.replay import replay
+from megatron_ft.record.protocol_trace import Record
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 STORIES = {
@@ -57,7 +57,7 @@ def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
 
 ONE_BUCKET = """
 import time
-from megatron_ft.faults.injection_points import InjectionPoints
+from megatron_ft.run.injection_points import InjectionPoints
 
 reach = InjectionPoints.reach
 

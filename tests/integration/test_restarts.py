@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent import forkserver
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.cluster.faults import process_lookup
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.faults import kill as inject
-from megatron_ft.faults import process_lookup
+from megatron_ft.host import forkserver
 from tests import support, warm
 from tests.stores import await_, held_port
 
@@ -24,9 +24,9 @@ GROUPS = 3
 SCRIPT = """
 import json, os, signal, sys, threading
 from pathlib import Path
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.store import ControlStore
+from megatron_ft.run.store import ControlStore
 
 env = RankEnvironment.from_env()
 print(f"rank {env.position} of {env.seat} is here", flush=True)

@@ -13,7 +13,7 @@ import argparse, json, os, signal
 from pathlib import Path
 import torch
 import megatron_ft
-from megatron_ft.worker import final_save
+from megatron_ft.run import final_save
 
 lease_s, final_save._LEASE_S = final_save._LEASE_S, 60.0  # a writer that waits for a processor is not taken for lost
 parser = argparse.ArgumentParser()

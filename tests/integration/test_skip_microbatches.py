@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.runlog.protocol_trace import Record
-from megatron_ft.runlog.replay import replay
+from megatron_ft.proof.replay import replay
+from megatron_ft.record.protocol_trace import Record
 from megatron_ft.types import Microbatch
 from tests import support
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
 from tests import support
 from tests.integration.test_hosts import BEATS, Agents
 
@@ -105,7 +105,7 @@ def test_a_run_that_is_lost_to_a_stall_is_started_again_from_its_checkpoint(tmp_
 HANGS = """
 import time
 from pathlib import Path
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 HERE = Path({here!r})
 passes = Session.train_step
 def train_step(self, *arguments):

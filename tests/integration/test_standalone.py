@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ft.config.schema import ConfigError
 from megatron_ft.errors import LaunchError
-from megatron_ft.worker import session
+from megatron_ft.run import session
 
 SCRIPT = """
 import json, sys

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from megatron_ft.coordination import watcher
-from megatron_ft.coordination.store import (
+from megatron_ft.core.protocol import signals
+from megatron_ft.errors import StoreError
+from megatron_ft.run.store import (
     ControlStore,
     StoreConflict,
     StoreGone,
@@ -20,10 +21,9 @@ from megatron_ft.coordination.store import (
     StoreSilent,
     patient,
     tcp_store,
+    watcher,
 )
-from megatron_ft.coordination.store.tcp_store import TcpStore
-from megatron_ft.core.protocol import signals
-from megatron_ft.errors import StoreError
+from megatron_ft.run.store.tcp_store import TcpStore
 from tests.stores import DEADLINE_S, TcpServer, await_, store_threads
 
 SILENCE_S = 0.5

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent import store_keeper
-from megatron_ft.agent.store_keeper import RESTARTS, STOPPED_S
-from megatron_ft.coordination.store import ControlStore, patient
-from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history
-from megatron_ft.runlog.run_directory import STORE
+from megatron_ft.cluster.faults import kill as inject
+from megatron_ft.host import store_keeper
+from megatron_ft.host.store_keeper import RESTARTS, STOPPED_S
+from megatron_ft.record import history
+from megatron_ft.record.run_directory import STORE
+from megatron_ft.run.injection_points import Breakpoint
+from megatron_ft.run.store import ControlStore, patient
 from tests import support
 from tests.stores import DEADLINE_S, await_, parent_of, store_of
 

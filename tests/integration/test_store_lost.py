@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ft.cluster.faults import kill as inject
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.faults import kill as inject
-from megatron_ft.runlog import history, invariants
+from megatron_ft.record import history, invariants
 from tests import support
 from tests.stores import EtcdNode, await_, etcd_missing, held_port
 

@@ -40,7 +40,7 @@ def test_a_slow_group_is_reported_and_gets_less_to_do(tmp_path, data_dir):
 
 
 POISON = """
-from megatron_ft.engines import torch_native
+from megatron_ft.run.engines import torch_native
 
 plain = torch_native.TorchNativeEngine.compute
 def compute(self, microbatch, *args):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ft.auth import secret
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
+from megatron_ft.utils.auth import secret
 from tests import support
 
 STOP = {"kind": "Stops", "groups": list(range(support.GROUPS)), "why": "a stranger says so"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.cluster.faults import kill
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 from tests.stores import parent_of, store_of
 from tools import proc

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 
 GROUPS, STEPS = 5, 8
 ON_THREE_HOSTS = """
-from megatron_ft.collectives.communicator_choice import Offer
+from megatron_ft.run.collectives.communicator_choice import Offer
 from megatron_ft.config.rank_env import RankEnvironment
 
 host = str(RankEnvironment.from_env().group // 2)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ft.auth import secret
-from megatron_ft.coordination import store
+from megatron_ft.run import store
+from megatron_ft.utils.auth import secret
 from tests import support
 
 RUN, RANKS, TIMEOUT_S = "a run", 2, 60.0
@@ -55,11 +55,11 @@ def rank(me: int, port: int, users: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_ft.collectives.group_world import World
-    from megatron_ft.collectives.intra_group import IntraGroup
     from megatron_ft.config.rank_env import RankEnvironment
     from megatron_ft.config.schema import RunConfig
-    from megatron_ft.coordination.client import CoordinationClient
+    from megatron_ft.run.collectives.group_world import World
+    from megatron_ft.run.collectives.intra_group import IntraGroup
+    from megatron_ft.run.store.client import CoordinationClient
 
     control = store.ControlStore(("127.0.0.1", port), RUN, TIMEOUT_S)
     config = RunConfig(groups=1, ranks_per_group=RANKS)

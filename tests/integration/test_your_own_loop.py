@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run import injection_points
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support, warm
 
 EXAMPLE = support.ROOT / "examples" / "your_own_loop"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import injection_points
+from megatron_ft.run import injection_points
 from megatron_ft.utils import shared_file
 from tests import support
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config import megatron_lm_arguments
-from megatron_ft.faults.injection_points import Breakpoint
+from megatron_ft.run.injection_points import Breakpoint
 from tests import support
 from tests.megatron_lm import runs
 

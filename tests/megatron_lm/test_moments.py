@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ft.cluster.faults import kill as inject
 from megatron_ft.config import megatron_lm_arguments
-from megatron_ft.faults import kill as inject
 from megatron_ft.utils import shared_file
 from tests import support
 from tests.megatron_lm import runs
@@ -43,7 +43,7 @@ def kill(pid):
 """
 _CANNOT_WRITE = f"""
 import resource
-from megatron_ft.worker.session import Session
+from megatron_ft.run.session import Session
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 def limit(most):
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ft.checkpoint import reader
+from megatron_ft.run.checkpoint import reader
 from tests import support
 from tests.megatron_lm import runs
 

@@ -13,8 +13,8 @@ from megatron_ft.core.lifecycle import restart_policy, store_failover
 from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol import signals
-from megatron_ft.simulation.protocol.scenario import Fault, Scenario, draw_fail_over
-from megatron_ft.simulation.protocol.simulated_hosts import LEAST_S
+from megatron_ft.proof.scenario import Fault, Scenario, draw_fail_over
+from megatron_ft.proof.simulated_hosts import LEAST_S
 from tests.sim.planted import registry
 
 MUTATIONS, mutation = registry(range(400), draw_fail_over)

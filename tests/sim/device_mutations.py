@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_ft.simulation.protocol import simulated_cluster, simulated_device
-from megatron_ft.simulation.protocol.scenario import draw, draw_on_devices
-from megatron_ft.simulation.protocol.simulated_device import Device
-from megatron_ft.simulation.protocol.simulated_group import Group
+from megatron_ft.proof import simulated_cluster, simulated_device
+from megatron_ft.proof.scenario import draw, draw_on_devices
+from megatron_ft.proof.simulated_device import Device
+from megatron_ft.proof.simulated_group import Group
 from tests.sim.planted import registry
 
 MUTATIONS, mutation = registry(range(300), partial(draw_on_devices, draw))

@@ -7,11 +7,11 @@ from dataclasses import replace
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol import machine
-from megatron_ft.runlog import lineage
-from megatron_ft.simulation.protocol import store_client
-from megatron_ft.simulation.protocol.scenario import Fault, Scenario, draw_fail_over
-from megatron_ft.simulation.protocol.simulated_group import Group
-from megatron_ft.simulation.protocol.simulated_hosts import Agent
+from megatron_ft.proof import store_client
+from megatron_ft.proof.scenario import Fault, Scenario, draw_fail_over
+from megatron_ft.proof.simulated_group import Group
+from megatron_ft.proof.simulated_hosts import Agent
+from megatron_ft.record import lineage
 from tests.sim.planted import registry
 
 MUTATIONS, mutation = registry(range(400), draw_fail_over)

@@ -13,11 +13,11 @@ from megatron_ft.core.lifecycle import checkpoint_protocol, last_state
 from megatron_ft.core.protocol import machine, membership
 from megatron_ft.core.protocol.machine import GroupState, Transferred, Updated
 from megatron_ft.core.scheduling import assignment
-from megatron_ft.simulation.protocol import simulated_group
-from megatron_ft.simulation.protocol.returning_group import Following
-from megatron_ft.simulation.protocol.scenario import draw, draw_fixed, draw_impure, draw_wiped_out
-from megatron_ft.simulation.protocol.simulated_group import Group
-from megatron_ft.simulation.protocol.simulated_store import Store
+from megatron_ft.proof import simulated_group
+from megatron_ft.proof.returning_group import Following
+from megatron_ft.proof.scenario import draw, draw_fixed, draw_impure, draw_wiped_out
+from megatron_ft.proof.simulated_group import Group
+from megatron_ft.proof.simulated_store import Store
 from megatron_ft.types import Plan, PlanOrigin
 from tests.sim.planted import registry
 

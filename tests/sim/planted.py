@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_ft.simulation.protocol import explore
-from megatron_ft.simulation.protocol.explore import Draw
-from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.proof import explore
+from megatron_ft.proof.explore import Draw
+from megatron_ft.proof.simulated_cluster import play
 
 SEEDS = [pytest.param(range(150), id="few"), pytest.param(range(150, 600), id="more", marks=pytest.mark.long)]
 """For ``pytest.mark.parametrize``: of one kind of histories."""

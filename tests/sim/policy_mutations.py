@@ -8,8 +8,8 @@ from functools import partial
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import recover_roles
-from megatron_ft.simulation.protocol.scenario import draw, draw_of
-from megatron_ft.simulation.protocol.simulated_group import Group
+from megatron_ft.proof.scenario import draw, draw_of
+from megatron_ft.proof.simulated_group import Group
 from megatron_ft.types import Plan
 from tests.sim.planted import registry
 

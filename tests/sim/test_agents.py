@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_ft.simulation.protocol.scenario import draw_fail_over
-from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.proof.scenario import draw_fail_over
+from megatron_ft.proof.simulated_cluster import play
 from tests.sim.agent_mutations import MUTATIONS
 
 STORIES = ("silent", "heard again", "agent stops", "hangs", "given up: stopped", "given up: stuck")

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from megatron_ft.simulation.protocol import explore
-from megatron_ft.simulation.protocol.scenario import DEVICE_SHARE, ON_DEVICE, draw, draw_on_devices
-from megatron_ft.simulation.protocol.simulated_cluster import play
-from megatron_ft.simulation.protocol.simulated_device import Device
+from megatron_ft.proof import explore
+from megatron_ft.proof.scenario import DEVICE_SHARE, ON_DEVICE, draw, draw_on_devices
+from megatron_ft.proof.simulated_cluster import play
+from megatron_ft.proof.simulated_device import Device
 from tests.sim.device_mutations import MUTATIONS
 from tests.sim.planted import SEEDS, check_histories
 

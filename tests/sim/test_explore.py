@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.state import changed
-from megatron_ft.simulation.protocol import explore
-from megatron_ft.simulation.protocol.scenario import (
+from megatron_ft.proof import explore
+from megatron_ft.proof.scenario import (
     GENTLE,
     Fault,
     Scenario,
@@ -22,7 +22,7 @@ from megatron_ft.simulation.protocol.scenario import (
     draw_impure,
     draw_wiped_out,
 )
-from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.proof.simulated_cluster import play
 from tests.sim.mutations import MUTATIONS
 
 FEW, MORE = range(500), pytest.param(range(500, 1500), marks=pytest.mark.long, id="more")
@@ -193,7 +193,7 @@ def test_groups_that_come_back_with_another_state_neither_enter_nor_expel_the_ot
 
 def test_one_seed_replays_a_history_bit_for_bit():
     """The second history is played in another process, with other hashes of strings."""
-    program = "from megatron_ft.simulation.protocol import scenario, simulated_cluster; "
+    program = "from megatron_ft.proof import scenario, simulated_cluster; "
     program += "print(simulated_cluster.play(scenario.draw({})).fingerprint)"
     for seed in (7, 8, 9):
         env = {**os.environ, "PYTHONHASHSEED": str(seed)}
@@ -203,7 +203,7 @@ def test_one_seed_replays_a_history_bit_for_bit():
 
 
 def test_the_simulation_needs_no_torch():
-    program = "import sys, megatron_ft.simulation.protocol.explore; sys.exit('torch' in sys.modules)"
+    program = "import sys, megatron_ft.proof.explore; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ft.runlog import lineage
-from megatron_ft.simulation.protocol import explore
-from megatron_ft.simulation.protocol.scenario import draw, draw_fail_over
-from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.proof import explore
+from megatron_ft.proof.scenario import draw, draw_fail_over
+from megatron_ft.proof.simulated_cluster import play
+from megatron_ft.record import lineage
 from tests.sim.fail_over_mutations import MUTATIONS
 from tests.sim.planted import SEEDS, check_histories
 

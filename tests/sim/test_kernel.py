@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.simulation.protocol.kernel import Future, Kernel, Thread
-from megatron_ft.simulation.protocol.network import LATE_SHARE, Network
+from megatron_ft.proof.kernel import Future, Kernel, Thread
+from megatron_ft.proof.network import LATE_SHARE, Network
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 1)), max_size=30))

@@ -10,11 +10,10 @@ from megatron_ft import cli
 from megatron_ft.core.protocol.state import Job
 from megatron_ft.core.replication import placement
 from megatron_ft.core.scheduling.policies import policy
-from megatron_ft.planning import Cluster
-from megatron_ft.simulation.training import policy_models
-from megatron_ft.simulation.training.planned import Planned
-from megatron_ft.simulation.training.setting import Failures, Setting
-from megatron_ft.simulation.training.training_run import simulate
+from megatron_ft.plan import Cluster, policy_models
+from megatron_ft.plan.planned import Planned
+from megatron_ft.plan.setting import Failures, Setting
+from megatron_ft.plan.training_run import simulate
 
 GROUPS, PER_SHARD = 8, 6
 PLACEMENTS = {"stacked_quota": placement.full, "spare": lambda N: placement.consecutive(N, 3)}

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_ft.core.protocol.machine import Job
 from megatron_ft.core.scheduling.policies import POLICIES
-from megatron_ft.simulation.protocol.scenario import DRAWN, draw_of
-from megatron_ft.simulation.protocol.simulated_cluster import _job, play
+from megatron_ft.proof.scenario import DRAWN, draw_of
+from megatron_ft.proof.simulated_cluster import _job, play
 from megatron_ft.types import PlanOrigin, View
 from tests.sim.planted import SEEDS, check_histories
 from tests.sim.policy_mutations import MUTATIONS

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from megatron_ft.simulation.training.training_run import simulate
+from megatron_ft.plan.training_run import simulate
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, RESULTS = ROOT / "examples", ROOT / "docs" / "results"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from megatron_ft.core.replication.placement import consecutive
 from megatron_ft.core.scheduling.assignment import least_load
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning import Cluster, closed_forms, evaluate
-from megatron_ft.simulation.training.failures import Stream
-from megatron_ft.simulation.training.policy_models import POLICIES
-from megatron_ft.simulation.training.setting import Failures, Setting
-from megatron_ft.simulation.training.training_run import simulate
+from megatron_ft.plan import Cluster, closed_forms, evaluate
+from megatron_ft.plan.failures import Stream
+from megatron_ft.plan.policy_models import POLICIES
+from megatron_ft.plan.setting import Failures, Setting
+from megatron_ft.plan.training_run import simulate
 
 ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}  # "2-10 s, growing with N"
 
@@ -101,7 +101,7 @@ def test_jumped_stretches_take_as_long_as_single_steps(monkeypatch):
     """The time of n steps with independent jitter, drawn as one sum, has their mean and deviation."""
     setting = Setting(cluster=small(steps=2000), redundancy=3, failures=Failures(trace=((1e9, 0),)), period_s=1e8)
     jumped = [simulate(setting, "spare", seed).time_s for seed in range(40)]
-    monkeypatch.setattr("megatron_ft.simulation.training.training_run._Run._jump", lambda run: None)
+    monkeypatch.setattr("megatron_ft.plan.training_run._Run._jump", lambda run: None)
     stepped = [simulate(setting, "spare", seed).time_s for seed in range(40)]
     deviation = 0.05 * (2000 * (9.0**2 + 1.0**2)) ** 0.5
     assert abs(mean(jumped) - mean(stepped)) < 4 * deviation / 20**0.5

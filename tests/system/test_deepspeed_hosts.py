@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
+from megatron_ft.run import injection_points
+from megatron_ft.run.injection_points import Breakpoint
 from tests import listening, netlab, support
 from tests.deepspeed_kills import MODEL, SCRIPT, start
 
@@ -55,7 +55,7 @@ class Job:
         engine = {"pipeline": {"stages": 2}}
         self.config = support.write_config(directory / "ds.json", engine=engine, model=MODEL, detector=detector)
         self.own = ["--data", data_dir, "--steps", STEPS, "--deepspeed_config", self.config]
-        self.shim = ["megatron_ft.launchers.launcher_shim", "--run-dir", directory / "run", SCRIPT, *self.own]
+        self.shim = ["megatron_ft.cluster.launchers.launcher_shim", "--run-dir", directory / "run", SCRIPT, *self.own]
         self.started: list[subprocess.Popen] = []
 
     def start(self, command, holds=(), **environment) -> None:

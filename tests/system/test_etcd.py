@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.coordination import watcher
-from megatron_ft.coordination.store import AWAY, ControlStore, patient
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import StoreError
-from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog.run_directory import STORE
+from megatron_ft.record.run_directory import STORE
+from megatron_ft.run.injection_points import Breakpoint
+from megatron_ft.run.store import AWAY, ControlStore, patient, watcher
 from tests import support
 from tests.growth import Changes
 from tests.store_contract import StoreContract, at_once

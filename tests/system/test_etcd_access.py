@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.config.store_address import PASSWORD_VARIABLE, EtcdAddress
-from megatron_ft.coordination.store import ControlStore, patient
-from megatron_ft.coordination.store.etcd_access import Access, Refused
-from megatron_ft.coordination.store.etcd_http import Gateway
+from megatron_ft.run.store import ControlStore, patient
+from megatron_ft.run.store.etcd_access import Access, Refused
+from megatron_ft.run.store.etcd_http import Gateway
 from tests import certificates, support
 from tests.stores import DEADLINE_S, Process, etcd_missing, held_port
 

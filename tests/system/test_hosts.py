@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import kill
-from megatron_ft.runlog import history, invariants
+from megatron_ft.cluster.faults import kill
+from megatron_ft.record import history, invariants
 from megatron_ft.types import host_name
 from megatron_ft.utils import net
 from tests import netlab, support, warm

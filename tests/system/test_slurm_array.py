@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cluster.launchers.slurm.array_board import ArrayState
 from megatron_ft.core.lifecycle.array_policy import Beat
-from megatron_ft.launchers.slurm.array_board import ArrayState
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 from tools import proc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.runlog import verdict
+from megatron_ft.proof import verdict
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.runlog import history, invariants
+from megatron_ft.record import history, invariants
 from tests import slurm, support
 from tests.stores import await_
 

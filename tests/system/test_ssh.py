@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.runlog import history, invariants, run_directory
+from megatron_ft.record import history, invariants, run_directory
 from tests import sshd, support
 from tests.stores import await_, etcd_missing
 from tools import proc

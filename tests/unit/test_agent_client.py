@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
-from megatron_ft.agent import agent_client
-from megatron_ft.coordination import store, watcher
-from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.host import agent_client
+from megatron_ft.run import store
+from megatron_ft.run.store import watcher
+from megatron_ft.run.store.client import CoordinationClient
 from megatron_ft.types import Report, View
 from tests.stores import DEADLINE_S, await_
 

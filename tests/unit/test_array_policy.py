@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.cluster.launchers.slurm.array_board import SILENT_S, ArrayState
 from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.core.lifecycle.array_policy import (
     Beat,
@@ -26,7 +27,6 @@ from megatron_ft.core.lifecycle.array_policy import (
 )
 from megatron_ft.core.lifecycle.supervisor_policy import Finish
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
-from megatron_ft.launchers.slurm.array_board import SILENT_S, ArrayState
 
 LIMITS = Limits(hosts=3, whole=2)
 BEGUN = Begin((0, 1, 2), 0.0)

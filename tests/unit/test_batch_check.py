@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ft.engines.port import TAIL
 from megatron_ft.errors import InvariantBroken, StartOver
+from megatron_ft.run.batch_check import BatchCheck
+from megatron_ft.run.engines.port import TAIL
+from megatron_ft.run.step_timer import Slots, slots_of_group
 from megatron_ft.types import Microbatch, PlanOrigin, View
-from megatron_ft.worker.batch_check import BatchCheck
-from megatron_ft.worker.step_timer import Slots, slots_of_group
 
 GROUPS = (0, 1, 2)
 

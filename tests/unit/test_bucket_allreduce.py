@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ft.collectives.base import Broken, Communicator
-from megatron_ft.collectives.bucket_allreduce import Reduction
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.engines.port import TAIL
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
-from megatron_ft.faults.injection_points import InjectionPoints
+from megatron_ft.run.collectives.base import Broken, Communicator
+from megatron_ft.run.collectives.bucket_allreduce import Reduction
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.engines.port import TAIL
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.injection_points import InjectionPoints
 from megatron_ft.types import Microbatch
 
 BUCKETS = range(4)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.checkpoint import restore
-from megatron_ft.collectives.bucket_allreduce import Reduction
 from megatron_ft.config.schema import resolve
-from megatron_ft.engines import buffers
-from megatron_ft.engines.port import TAIL
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import CheckpointError, EngineError
+from megatron_ft.run.checkpoint import restore
+from megatron_ft.run.collectives.bucket_allreduce import Reduction
+from megatron_ft.run.engines import buffers
+from megatron_ft.run.engines.port import TAIL
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 IDS = [Microbatch(0, 0, index) for index in range(4)]

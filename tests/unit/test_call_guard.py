@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megatron_ft.coordination.store.call_guard import Guard, Overdue
+from megatron_ft.run.store.call_guard import Guard, Overdue
 from tests.stores import DEADLINE_S, await_, store_threads
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.faults.injection_points import POINTS
-from megatron_ft.faults.schedule import KINDS, RAISING
+from megatron_ft.cluster.faults.schedule import KINDS, RAISING
+from megatron_ft.run.injection_points import POINTS
 from tests.chaos.plan import SHORT, Plan, draw, is_long, takes
 
 

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint import tensor_files
-from megatron_ft.checkpoint.tensor_files import CODES
-from megatron_ft.checkpoint.writer import sealed
 from megatron_ft.errors import CheckpointError
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint import tensor_files
+from megatron_ft.run.checkpoint.tensor_files import CODES
+from megatron_ft.run.checkpoint.writer import sealed
 from megatron_ft.utils import directory_lock, durable_file
 
 POSITIONS, PARTS = 2, 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import checkpoint
+from megatron_ft.run import checkpoint
 from tests.unit.test_checkpoint import POSITIONS, same, save, state_of
 
 KILLS = 15

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.agent import job_restore
-from megatron_ft.agent.job_restore import WholeJob
 from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.checkpoint_policy import (
     LEAST_SAVES,
@@ -24,6 +22,8 @@ from megatron_ft.core.lifecycle.checkpoint_policy import (
 )
 from megatron_ft.core.lifecycle.checkpoint_protocol import CheckpointSchedule
 from megatron_ft.errors import WIPED_OUT
+from megatron_ft.host import job_restore
+from megatron_ft.host.job_restore import WholeJob
 
 seconds = st.floats(1e-3, 1e7)
 one_found = st.builds(

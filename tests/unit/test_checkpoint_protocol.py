@@ -9,7 +9,7 @@ import pytest
 from megatron_ft.core.lifecycle import checkpoint_protocol
 from megatron_ft.core.lifecycle.checkpoint_protocol import CheckpointSchedule, Saves, Stops
 from megatron_ft.core.protocol import signals
-from megatron_ft.runlog import invariants
+from megatron_ft.record import invariants
 from megatron_ft.types import View
 
 ORDER = Saves(at=12, epoch=3, attempt="r.e3.0.1", writers=(0, 2), by=0)

@@ -13,8 +13,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ft.config.rank_env import CLAIMS
-from megatron_ft.coordination.client import Claimant, CoordinationClient
-from megatron_ft.coordination.store import (
+from megatron_ft.core.lifecycle import store_failover
+from megatron_ft.core.lifecycle.store_failover import Claim
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.errors import StoreError
+from megatron_ft.run.store import (
     ControlStore,
     Fenced,
     Locator,
@@ -24,11 +27,8 @@ from megatron_ft.coordination.store import (
     claim_log,
     patient,
 )
-from megatron_ft.coordination.store.tcp_store import TcpStore
-from megatron_ft.core.lifecycle import store_failover
-from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.errors import StoreError
+from megatron_ft.run.store.client import Claimant, CoordinationClient
+from megatron_ft.run.store.tcp_store import TcpStore
 from megatron_ft.types import View
 from megatron_ft.utils import shared_file
 from tests.stores import TcpServer, await_

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import codec
-from megatron_ft.checkpoint.restore import Origin
-from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.detection import collective_stalls
 from megatron_ft.core.detection.stragglers import Speeds, Track
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import signals
+from megatron_ft.run import orders
+from megatron_ft.run.checkpoint.restore import Origin
+from megatron_ft.run.collectives.communicator_choice import Offer
 from megatron_ft.types import PlanOrigin, Report, View
-from megatron_ft.worker import orders
 
 SIGNALS = get_args(signals.Signal)
 ORDERS = [kind for kind in orders.Order.__subclasses__() if kind is not orders.Begin]

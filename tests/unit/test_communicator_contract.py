@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from megatron_ft.collectives import two_level_communicator
-from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import GLOO, Choice, Maker
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.collectives import two_level_communicator
+from megatron_ft.run.collectives.base import Communicator
+from megatron_ft.run.collectives.communicator_choice import GLOO, Choice, Maker
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
 from tests.communicator_contract import CommunicatorContract
 
 

@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ft.auth import handshake
+from megatron_ft.cluster.faults import kill
+from megatron_ft.cluster.launchers import launcher_shim
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import kill
-from megatron_ft.launchers import launcher_shim
-from megatron_ft.report import follow
+from megatron_ft.record import follow
+from megatron_ft.utils.auth import handshake
 from megatron_ft.utils.terminal import console
 from tests.sources import MODULES, nodes
 

@@ -1,4 +1,4 @@
-"""The leader's side of saving where another leader or group is lost or late (``worker.checkpointing.coordinator``)."""
+"""The leader's side of saving where another leader or group is lost or late (``run.saves.coordinator``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.errors import RunStopped
+from megatron_ft.run.saves.coordinator import STOPPED, CheckpointCoordinator
 from megatron_ft.types import View
-from megatron_ft.worker.checkpointing.coordinator import STOPPED, CheckpointCoordinator
 
 
 def coordinator(directory) -> CheckpointCoordinator:

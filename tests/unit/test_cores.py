@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron_ft.agent import forkserver
+from megatron_ft.host import forkserver
 from megatron_ft.utils import cores
 
 MINE = len(os.sched_getaffinity(0))

@@ -9,8 +9,8 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.errors import DataError
-from megatron_ft.worker import data_identity
-from megatron_ft.worker.data_identity import Identities, difference
+from megatron_ft.run import data_identity
+from megatron_ft.run.data_identity import Identities, difference
 
 
 class Store:

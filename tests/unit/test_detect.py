@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from megatron_ft.cluster.launchers import detect, host_place
+from megatron_ft.cluster.launchers.slurm import commands
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers import detect, host_place
-from megatron_ft.launchers.slurm import commands
+from megatron_ft.run import standalone_run
 from megatron_ft.utils import net
-from megatron_ft.worker import standalone_run
 
 SRUN = {
     "SLURM_JOB_ID": "7",

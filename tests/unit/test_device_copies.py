@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import checkpoint
-from megatron_ft.collectives import bucket_allreduce, device_copies, state_transfer
-from megatron_ft.collectives.device_copies import fill, own_device, to_host
 from megatron_ft.errors import EngineError
-from megatron_ft.worker.rejoin import state_receiver, state_sender
+from megatron_ft.run import checkpoint
+from megatron_ft.run.collectives import bucket_allreduce, device_copies, state_transfer
+from megatron_ft.run.collectives.device_copies import fill, own_device, to_host
+from megatron_ft.run.rejoin import state_receiver, state_sender
 from tests.fakes.device import FakeDevice
 from tests.unit.test_gloo_communicator import build
 

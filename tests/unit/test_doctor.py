@@ -8,9 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from megatron_ft.collectives import nccl_watchdog
-from megatron_ft.doctor import disk, doctor_report
-from megatron_ft.doctor import local as doctor
+from megatron_ft.cluster.doctor import disk, doctor_report
+from megatron_ft.cluster.doctor import local as doctor
+from megatron_ft.run.collectives import nccl_watchdog
 
 
 @pytest.mark.long

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import cli
-from megatron_ft.doctor import bandwidth, disk, hosts_check, meeting
-from megatron_ft.doctor.doctor_report import Report
-from megatron_ft.doctor.outliers import FACTOR
+from megatron_ft.cluster.doctor import bandwidth, disk, hosts_check, meeting
+from megatron_ft.cluster.doctor.doctor_report import Report
+from megatron_ft.cluster.doctor.outliers import FACTOR
 from megatron_ft.errors import LaunchError
 from megatron_ft.utils import net
 from tests.support import SECRET

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_ft.engines.fsdp import FsdpEngine
-from megatron_ft.engines.layout import Layout
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines.fsdp import FsdpEngine
+from megatron_ft.run.engines.layout import Layout
 from tests import support
 
 pytestmark = pytest.mark.slow  # two processes import FSDP, whichever case is asked for

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron_ft.data.order import microbatch_seed
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 
@@ -123,8 +123,8 @@ def test_clipping_uses_the_norm_of_the_mean_gradient():
 
 @pytest.mark.parametrize("left", [pytest.param(1024, id="the optimizer"), pytest.param(1, id="the engine")])
 def test_a_scale_that_is_taken_out_changes_neither_the_norm_nor_the_clipping(left):
-    """As with fp16: gradients are those of the loss times the scale (``engines.deepspeed``, ``engines.megatron``). ``left``:
-    the factor of the means, which the optimizer gets."""
+    """As with fp16: gradients are those of the loss times the scale (``run.engines.deepspeed``, ``run.engines.megatron``).
+    ``left``: the factor of the means, which the optimizer gets."""
     plain, scaled = build(clipping=1e-3), build(clipping=1e-3)
     scaled.loss_fn = lambda model, batch: 1024 * loss_fn(model, batch)
     scaled._loss_scale, scaled._takes_scale_out = lambda: 1024.0, left == 1

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.coordination.store import etcd_http as gateway_module
-from megatron_ft.coordination.store.base import StoreGone
-from megatron_ft.coordination.store.etcd_http import Gateway
+from megatron_ft.run.store import etcd_http as gateway_module
+from megatron_ft.run.store.base import StoreGone
+from megatron_ft.run.store.etcd_http import Gateway
 
 PATIENT_S = 60.0
 

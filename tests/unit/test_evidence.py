@@ -86,13 +86,13 @@ def test_a_result_that_was_measured_with_changes_that_were_not_committed_is_old(
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("unblock", "megatron_ft/collectives/gloo_sockets.py"),
-        ("history", "megatron_ft/runlog/run_record.py"),
+        ("unblock", "megatron_ft/run/collectives/gloo_sockets.py"),
+        ("history", "megatron_ft/record/run_record.py"),
         ("history", "megatron_ft/core/detection/stragglers.py"),
         ("store_growth", "megatron_ft/core/protocol/key_lifetimes.py"),
         ("store_growth", "tests/growth.py"),
-        ("fuzz", "megatron_ft/collectives/framing.py"),
-        ("fuzz", "megatron_ft/doctor/meeting.py"),
+        ("fuzz", "megatron_ft/run/collectives/framing.py"),
+        ("fuzz", "megatron_ft/cluster/doctor/meeting.py"),
     ],
 )
 def test_a_result_depends_on_what_it_calls(name, path):

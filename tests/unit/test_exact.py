@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_ft.core.exactness import grid
-from megatron_ft.engines import rounding_loops
-from megatron_ft.engines.buckets import Buckets
-from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.engines import rounding_loops
+from megatron_ft.run.engines.buckets import Buckets
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 MAGNITUDES = st.floats(min_value=2.0**-60, max_value=2.0**60)
@@ -251,7 +251,7 @@ def test_groups_with_different_grids_are_refused():
 
 
 def test_a_microbatch_that_is_computed_for_its_digest_adds_nothing():
-    from megatron_ft.engines.port import DIGEST
+    from megatron_ft.run.engines.port import DIGEST
 
     one, batch = engine(), torch.randn(5, 6)
     one.begin_step(2)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.engines.port import StepResult
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import ConfigError, RunStopped
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.explicit_loop import ExplicitLoop
 from megatron_ft.types import Microbatch
-from megatron_ft.worker.explicit_loop import ExplicitLoop
 
 BATCHES = 2
 

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_ft import checkpoint, cli
-from megatron_ft.checkpoint import export, llama, undivided
+from megatron_ft import cli
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint import export, llama, undivided
 
 WHOLE = {
     "0.weight": torch.arange(24.0).reshape(6, 4),

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent.heartbeat import HeartbeatService
-from megatron_ft.auth.secret import Secret
-from megatron_ft.collectives import p2p_channel
+from megatron_ft.host.heartbeat import HeartbeatService
+from megatron_ft.run.collectives import p2p_channel
 from megatron_ft.utils import file_descriptors
+from megatron_ft.utils.auth.secret import Secret
 from megatron_ft.utils.signal_wakeup import Wakeup
 from tests.stores import await_
 

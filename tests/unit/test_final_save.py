@@ -1,12 +1,12 @@
-"""The file that one group writes for all, when its writer was frozen while the others went on (``worker.final_save``)."""
+"""The file that one group writes for all, when its writer was frozen while the others went on (``run.final_save``)."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-from megatron_ft.worker.final_save import FinalSave
-from megatron_ft.worker.training_loop import BetweenSteps
+from megatron_ft.run.final_save import FinalSave
+from megatron_ft.run.training_loop import BetweenSteps
 
 
 class Store(dict):

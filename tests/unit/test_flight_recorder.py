@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from megatron_ft.collectives import flight_recorder
 from megatron_ft.core.detection.collective_stalls import Call
+from megatron_ft.run.collectives import flight_recorder
 from megatron_ft.utils import deadline
 from tests import support
 
 STUCK = """
 import json, os, sys, torch, torch.distributed as dist
-from megatron_ft.collectives import flight_recorder
+from megatron_ft.run.collectives import flight_recorder
 from tests.stores import await_
 
 rank, directory = int(sys.argv[1]), sys.argv[2]

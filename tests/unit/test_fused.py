@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_ft.engines import fused
+from megatron_ft.run.engines import fused
 
 
 class FusedAdam(torch.optim.Adam):

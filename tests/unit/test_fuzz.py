@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.auth.handshake import Door
+from megatron_ft.utils.auth.handshake import Door
 from tests import fuzz
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ft.data import generators
-from megatron_ft.worker.evaluation import Evaluation
+from megatron_ft.run.evaluation import Evaluation
 from tests.sources import MODULES, nodes
 
 

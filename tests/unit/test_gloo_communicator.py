@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.auth.handshake import Door
-from megatron_ft.collectives import base, framing, gloo_communicator, rendezvous, state_transfer
-from megatron_ft.collectives.base import Broken, Communicator, Over
-from megatron_ft.collectives.communicator_choice import Maker
-from megatron_ft.collectives.gloo_communicator import Collective, GlooCommunicator
+from megatron_ft.run.collectives import base, framing, gloo_communicator, rendezvous, state_transfer
+from megatron_ft.run.collectives.base import Broken, Communicator, Over
+from megatron_ft.run.collectives.communicator_choice import Maker
+from megatron_ft.run.collectives.gloo_communicator import Collective, GlooCommunicator
 from megatron_ft.utils import socket_tracker
+from megatron_ft.utils.auth.handshake import Door
 from tests.support import SECRET
 
 

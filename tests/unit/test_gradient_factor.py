@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.detection import gradient_factor
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
 
 

@@ -7,16 +7,16 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from megatron_ft.collectives.base import Broken
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.protocol.shell import carry_out
-from megatron_ft.engines.port import StepResult
-from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
+from megatron_ft.record import history
+from megatron_ft.record.history import History
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.group_leader import GroupLeader
 from megatron_ft.types import PlanOrigin, View
-from megatron_ft.worker.group_leader import GroupLeader
 
 GROUPS = 3
 

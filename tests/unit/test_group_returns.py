@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent.peers import Place
-from megatron_ft.agent.spare_host import Spare
 from megatron_ft.core.lifecycle.group_returns import RestartManager
 from megatron_ft.core.lifecycle.spare_policy import parts_of
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.host.peers import Place
+from megatron_ft.host.spare_host import Spare
 from megatron_ft.types import Exit, View
 
 FIRST = first_view(3)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.agent import stall_watch
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection.group_stalls import Line, Spot, observe, together
 from megatron_ft.core.detection.rank_health import Health, Sample
+from megatron_ft.host import stall_watch
 from megatron_ft.types import View
 
 NOTICE_S = 10.0

@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from megatron_ft.auth import handshake
-from megatron_ft.auth.handshake import Door, Refused, greet
-from megatron_ft.auth.secret import Secret
+from megatron_ft.utils.auth import handshake
+from megatron_ft.utils.auth.handshake import Door, Refused, greet
+from megatron_ft.utils.auth.secret import Secret
 from tests.stores import await_
 from tests.support import SECRET
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.agent.heartbeat import _MAGIC, MESSAGE_BYTES, HeartbeatService
 from megatron_ft.core.detection.heartbeats import Said
+from megatron_ft.host.heartbeat import _MAGIC, MESSAGE_BYTES, HeartbeatService
 from megatron_ft.utils import file_descriptors
 from tests.stores import await_
 from tests.support import SECRET

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.runlog import history, run_state
-from megatron_ft.runlog.history import History
+from megatron_ft.record import history, run_state
+from megatron_ft.record.history import History
 
 
 def steps(run_dir) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.agent import peers
+from megatron_ft.cluster.launchers import host_place, hostfile
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers import host_place, hostfile
+from megatron_ft.host import peers
 from megatron_ft.utils import net
 
 

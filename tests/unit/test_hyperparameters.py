@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.engines import hyperparameters
-from megatron_ft.engines.hyperparameters import Hyperparameters
+from megatron_ft.run.engines import hyperparameters
+from megatron_ft.run.engines.hyperparameters import Hyperparameters
 
 
 def optimizer(**options) -> torch.optim.Optimizer:

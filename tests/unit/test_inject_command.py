@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.faults import inject_command
-from megatron_ft.faults.injector import Injector
-from megatron_ft.faults.schedule import _NEEDED, KINDS, Fault, Schedule, load
+from megatron_ft.cluster.faults.injector import Injector
+from megatron_ft.cluster.faults.schedule import _NEEDED, KINDS, Fault, Schedule, load
+from megatron_ft.commands import inject_command
 
 ROOT = Path(__file__).parent.parent.parent
 FIELDS = {

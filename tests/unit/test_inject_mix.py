@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from megatron_ft.agent.forkserver import AGENT_VARIABLE
-from megatron_ft.faults import injection_points
-from megatron_ft.runlog import history
+from megatron_ft.host.forkserver import AGENT_VARIABLE
+from megatron_ft.record import history
+from megatron_ft.run import injection_points
 from tests import support
 from tests.stores import await_
 

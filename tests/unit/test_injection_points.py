@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import Breakpoint, FaultCommand, InjectedError, InjectionPoints
-from megatron_ft.runlog import history
+from megatron_ft.record import history
+from megatron_ft.run import injection_points
+from megatron_ft.run.injection_points import Breakpoint, FaultCommand, InjectedError, InjectionPoints
 
 
 class FakeEngine:
@@ -183,7 +183,7 @@ def test_an_unknown_point_is_refused():
 CHILD = """
 import sys
 from pathlib import Path
-from megatron_ft.faults.injection_points import InjectionPoints
+from megatron_ft.run.injection_points import InjectionPoints
 rank = InjectionPoints(0, [], run_dir=Path(sys.argv[1]))
 for line in sys.stdin:
     rank.reach("begin", int(line))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.scheduling.assignment import microbatches_of_step
-from megatron_ft.runlog.invariants import check_commits, check_nobody_left_out, complete_sum, contribution
+from megatron_ft.record.invariants import check_commits, check_nobody_left_out, complete_sum, contribution
 from megatron_ft.types import Microbatch, View
 
 

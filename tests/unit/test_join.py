@@ -9,18 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent import join, operator_requests
-from megatron_ft.agent.node_agent import Agent
-from megatron_ft.agent.operator_requests import host_key
-from megatron_ft.auth import secret
 from megatron_ft.config.schema import resolve
-from megatron_ft.coordination import store
-from megatron_ft.coordination.store import Log
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.errors import LaunchError, StoreError
-from megatron_ft.runlog import history
+from megatron_ft.host import join, operator_requests
+from megatron_ft.host.node_agent import Agent
+from megatron_ft.host.operator_requests import host_key
+from megatron_ft.record import history
+from megatron_ft.run import store
+from megatron_ft.run.store import Log
 from megatron_ft.utils import wait_notice
+from megatron_ft.utils.auth import secret
 
 NOBODY = 65534
 

@@ -7,16 +7,16 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megatron_ft import checkpoint
 from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.last_state import Part, fate, refusal
 from megatron_ft.core.lifecycle.restart_policy import Seats
-from megatron_ft.engines.port import StepResult
-from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
+from megatron_ft.record import history
+from megatron_ft.record.history import History
+from megatron_ft.run import checkpoint
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.rejoin.last_save import LastSave
+from megatron_ft.run.rejoin.state_receiver import Held
 from megatron_ft.types import View
-from megatron_ft.worker.rejoin.last_save import LastSave
-from megatron_ft.worker.rejoin.state_receiver import Held
 
 
 def members(*live: int, dead: dict[int, int] | None = None, **incarnations: int) -> Seats:

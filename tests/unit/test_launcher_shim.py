@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from megatron_ft.cluster.launchers import launcher_shim
 from megatron_ft.errors import FTError
-from megatron_ft.launchers import launcher_shim
 
 DEEPSPEED = {
     "CROSS_RANK": "1",

@@ -9,7 +9,7 @@ from megatron_ft.utils.console import say
 
 
 def test_a_message_is_a_line_and_warnings_are_on_standard_error(capsys):
-    messages = logging.getLogger("megatron_ft.worker.session")
+    messages = logging.getLogger("megatron_ft.run.session")
     messages.info("step 3 is saved, 100% of it")
     messages.warning("history not written")
     messages.debug("nothing to show")

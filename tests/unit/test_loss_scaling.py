@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from megatron_ft.engines import loss_scaling
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines import loss_scaling
 
 
 def test_a_scaler_that_is_enabled_is_refused_with_the_remedy(monkeypatch):

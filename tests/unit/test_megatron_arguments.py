@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.config import megatron_arguments, schema
 from megatron_ft.errors import ConfigError
-from megatron_ft.worker import engine_maker
+from megatron_ft.run import engine_maker
 
 WORDS = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --hidden-size 128 "

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from examples.pretrain_gpt_megatron import on_cpu
-from megatron_ft.engines.megatron import megatron_names
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines.megatron import megatron_names
 from tests import support
 
 
@@ -63,7 +63,7 @@ def test_a_library_that_megatron_needs_is_named(tmp_path, monkeypatch, content, 
 def test_every_name_that_the_engine_imports_is_on_the_list():
     pattern = re.compile(r"^ *from (megatron\.core[\w.]*) import (.+?)(?:  #.*)?$", re.MULTILINE)
     used = set()
-    engine = (support.ROOT / "megatron_ft" / "engines" / "megatron").glob("*.py")
+    engine = (support.ROOT / "megatron_ft" / "run" / "engines" / "megatron").glob("*.py")
     for path in (*engine, Path(on_cpu.__file__)):
         used |= {
             f"{module}.{name}" for module, names in pattern.findall(path.read_text()) for name in names.split(", ")

@@ -13,19 +13,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ft.auth import secret
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination import store
-from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.coordination.watcher import Watcher
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
+from megatron_ft.run import progress_counters, store
+from megatron_ft.run.peer_lost import LivenessTracker
+from megatron_ft.run.rank_executor import RankExecutor
+from megatron_ft.run.reducing import Reducing
+from megatron_ft.run.store.client import CoordinationClient
+from megatron_ft.run.store.watcher import Watcher
 from megatron_ft.types import Microbatch
-from megatron_ft.worker import progress_counters
-from megatron_ft.worker.peer_lost import LivenessTracker
-from megatron_ft.worker.rank_executor import RankExecutor
-from megatron_ft.worker.reducing import Reducing
+from megatron_ft.utils.auth import secret
 from tests import support
 from tests.growth import FIRST, Changes
 from tests.stores import await_

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import checkpoint
-from megatron_ft.agent.checkpoint_cache import CheckpointCache
-from megatron_ft.checkpoint import peer_copies
-from megatron_ft.checkpoint.memory_copies import ReplicaCache
 from megatron_ft.core.lifecycle.checkpoint_policy import partner
 from megatron_ft.errors import CheckpointError
+from megatron_ft.host.checkpoint_cache import CheckpointCache
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint import peer_copies
+from megatron_ft.run.checkpoint.memory_copies import ReplicaCache
 from tests.support import SECRET
 
 RUN = "run"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.collectives import base, nccl_communicator
-from megatron_ft.collectives.base import Broken, Communicator, Done, Left, Work
-from megatron_ft.collectives.gloo_communicator import Collective, GlooCommunicator
-from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from megatron_ft.run.collectives import base, nccl_communicator
+from megatron_ft.run.collectives.base import Broken, Communicator, Done, Left, Work
+from megatron_ft.run.collectives.gloo_communicator import Collective, GlooCommunicator
+from megatron_ft.run.collectives.nccl_communicator import NcclCommunicator
 from tests.fakes.nccl import PATIENCE_S, Fabric, Temper
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives.nccl_watchdog import abort_all, environment, failure, reporting
 from megatron_ft.errors import ConfigError
+from megatron_ft.run.collectives.nccl_watchdog import abort_all, environment, failure, reporting
 
 PATIENCE_S = 60
 """The time until a test gives up on an event that is due at once."""

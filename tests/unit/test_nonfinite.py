@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import RunStopped
-from megatron_ft.runlog.history import History
-from megatron_ft.worker.nonfinite import MOST_IN_A_ROW, SUSPECT_AFTER, NonFinite
+from megatron_ft.record.history import History
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.nonfinite import MOST_IN_A_ROW, SUSPECT_AFTER, NonFinite
 
 
 class Group:

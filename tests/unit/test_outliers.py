@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.doctor import outliers
+from megatron_ft.cluster.doctor import outliers
 
 USUAL = 1e9
 quick = settings(max_examples=60)

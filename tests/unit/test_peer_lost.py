@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.core.protocol.messages import GroupFailed, RunHalted
 from megatron_ft.errors import InvariantBroken, RunStopped
-from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
+from megatron_ft.run.peer_lost import LivenessTracker, wait_for_return
 
 DEATHS = [GroupFailed(group, "its rank 1 has ended", 0) for group in (0, 1)]
 

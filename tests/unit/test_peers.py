@@ -9,12 +9,12 @@ from itertools import permutations
 
 import pytest
 
-from megatron_ft.agent import peers as module
-from megatron_ft.agent.peers import Hosts, Place
 from megatron_ft.config.schema import resolve
 from megatron_ft.core.detection.heartbeats import Change
 from megatron_ft.core.protocol.signals import HostAssigned
 from megatron_ft.errors import LaunchError
+from megatron_ft.host import peers as module
+from megatron_ft.host.peers import Hosts, Place
 from megatron_ft.utils import wait_notice
 
 CONFIG = resolve({}, groups=2)

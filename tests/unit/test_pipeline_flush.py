@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.pipeline_flush import Flow, Pass
-from megatron_ft.engines.port import Listed
+from megatron_ft.run.engines.layout import Layout
+from megatron_ft.run.engines.pipeline_flush import Flow, Pass
+from megatron_ft.run.engines.port import Listed
 from megatron_ft.types import Microbatch
 
 PATIENCE_S = 60.0

@@ -20,8 +20,8 @@ from megatron_ft.core.replication.placement import golomb, largest_redundancy
 from megatron_ft.core.scheduling.assignment import least_load, patch_plan, plan_step
 from megatron_ft.core.scheduling.policies import recover_roles, rectlr
 from megatron_ft.core.scheduling.policies.replication import replica_sets
-from megatron_ft.planning import closed_forms as spare
-from megatron_ft.planning import quotas
+from megatron_ft.plan import closed_forms as spare
+from megatron_ft.plan import quotas
 from tests.rectlr_reference import patch
 
 MU_ERROR, S_BAR_BOUND_ERROR, S_BAR_ERROR = 0.0113, 0.0060, 0.04

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from megatron_ft.config import schema
 from megatron_ft.core.replication.placement import golomb
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning import Cluster, config_section, estimate, evaluate, inputs, recommend
-from megatron_ft.planning.closed_forms import patch_chance
-from megatron_ft.planning.estimate import POLICIES, PREFERENCE, search
-from megatron_ft.planning.presets import PRESETS
-from megatron_ft.simulation.training import policy_models
+from megatron_ft.plan import Cluster, config_section, estimate, evaluate, inputs, policy_models, recommend
+from megatron_ft.plan.closed_forms import patch_chance
+from megatron_ft.plan.estimate import POLICIES, PREFERENCE, search
+from megatron_ft.plan.presets import PRESETS
 
 SPARE = inputs.cluster("spare-600k", None, {})
 ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from megatron_ft.report import run_plots
-from megatron_ft.report.presence import Stage, stages
-from megatron_ft.runlog.run_record import Lines, RunRecord
+from megatron_ft.record import run_plots
+from megatron_ft.record.presence import Stage, stages
+from megatron_ft.record.run_record import Lines, RunRecord
 from tests.support import disagreements
 
 DEMO = Path(__file__).parent.parent.parent / "docs" / "images" / "demo"

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from megatron_ft import cli
+from megatron_ft.commands import status_command
 from megatron_ft.errors import LaunchError
-from megatron_ft.report import follow, status_command
-from megatron_ft.report.progress import Progress
-from megatron_ft.runlog import history
+from megatron_ft.record import follow, history
+from megatron_ft.record.progress import Progress
 from megatron_ft.utils import directory_lock, steady_clock
 from megatron_ft.utils.process_status import start_of
 

@@ -16,16 +16,25 @@ import pytest
 from rich.console import Console
 
 from megatron_ft import cli
-from megatron_ft.auth.secret import Secret
-from megatron_ft.doctor import host_orders, meeting
+from megatron_ft.cluster.doctor import host_orders, meeting
+from megatron_ft.cluster.faults import process_lookup
+from megatron_ft.cluster.qualify import device_facts, device_seats, host_part, qualification, training_checks
+from megatron_ft.cluster.qualify.device_seats import MULTI_RANK, Seat
+from megatron_ft.cluster.qualify.host_part import HostPart
+from megatron_ft.cluster.qualify.outcomes import (
+    CHECKS,
+    FAILED,
+    NOT_HERE,
+    PROVEN,
+    CheckFailed,
+    Measured,
+    NotHere,
+    Qualification,
+)
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import process_lookup
-from megatron_ft.qualify import device_facts, device_seats, host_part, qualification, training_checks
-from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
-from megatron_ft.qualify.host_part import HostPart
-from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 from megatron_ft.types import given
+from megatron_ft.utils.auth.secret import Secret
 from megatron_ft.utils.process_status import start_of
 from tests.stores import await_
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from megatron_ft import cli
-from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.config import rank_command
 from megatron_ft.errors import LaunchError
+from megatron_ft.host.forkserver import AGENT_VARIABLE
 from tests import support
 
 
@@ -99,6 +99,6 @@ def test_a_rank_that_ends_well_waits_for_what_its_script_has_not_waited_for(tmp_
     """As Python does; what is left then ends with the rank."""
     (tmp_path / "train.py").write_text(UPLOADS)
     env = {name: value for name, value in os.environ.items() if name != AGENT_VARIABLE}
-    command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", "train.py"]
+    command = [sys.executable, "-m", "megatron_ft.host.rank_bootstrap", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, timeout=support.TIMEOUT_S, start_new_session=True)
     assert done.returncode == 0 and (tmp_path / "model").read_text() == "49999995000000"

@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ft.agent.local_ranks import LocalRanks
 from megatron_ft.config.schema import RunConfig
+from megatron_ft.host.local_ranks import LocalRanks
 
 MANAGER = """
 import multiprocessing
@@ -35,7 +35,7 @@ print("started")
 def test_what_the_script_leaves_behind_ends_with_it(tmp_path, script, printed):
     path = tmp_path / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", str(path)]
+    command = [sys.executable, "-m", "megatron_ft.host.rank_bootstrap", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, start_new_session=True)
     assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
 

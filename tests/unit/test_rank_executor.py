@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.collectives.base import Broken, Left
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.collectives.intra_group import IntraGroup, Lost
-from megatron_ft.collectives.p2p_channel import P2PChannels
 from megatron_ft.config.schema import FaultToleranceConfig, RejoinConfig, RunConfig
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
-from megatron_ft.engines.port import OWN, Engine, StepResult
-from megatron_ft.engines.torch_native import TorchNativeEngine
-from megatron_ft.runlog import history
+from megatron_ft.record import history
+from megatron_ft.run.collectives.base import Broken, Left
+from megatron_ft.run.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.run.collectives.intra_group import IntraGroup, Lost
+from megatron_ft.run.collectives.p2p_channel import P2PChannels
+from megatron_ft.run.computing import Computing
+from megatron_ft.run.engines.port import OWN, Engine, StepResult
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.finishing import Finishing
+from megatron_ft.run.nonfinite import NonFinite
+from megatron_ft.run.orders import Needs, Reduce
+from megatron_ft.run.progress_counters import ProgressCounters
+from megatron_ft.run.rank_executor import RankExecutor
+from megatron_ft.run.rank_state import RankState
+from megatron_ft.run.reducing import Reducing
 from megatron_ft.types import Microbatch, PlanOrigin, View
-from megatron_ft.worker.computing import Computing
-from megatron_ft.worker.finishing import Finishing
-from megatron_ft.worker.nonfinite import NonFinite
-from megatron_ft.worker.orders import Needs, Reduce
-from megatron_ft.worker.progress_counters import ProgressCounters
-from megatron_ft.worker.rank_executor import RankExecutor
-from megatron_ft.worker.rank_state import RankState
-from megatron_ft.worker.reducing import Reducing
 from tests.fakes.network import Member, Network
 
 VIEW = View(epoch=0, live=(0, 1), reason="the run starts", step=0, plan_origin=PlanOrigin((0, 1)))

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.agent.rank_monitor import LOOK_EVERY_S, Monitor, Watched, limits
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection.rank_health import LOOK_S, Health, Limits, Sample, add, classify, is_outage
-from megatron_ft.worker import progress_counters
+from megatron_ft.host.rank_monitor import LOOK_EVERY_S, Monitor, Watched, limits
+from megatron_ft.run import progress_counters
 
 LOOK = 0.1
 
@@ -207,7 +207,7 @@ def test_time_without_a_look_of_the_agent_does_not_count(gap_s):
 
 
 def test_an_agent_that_was_killed_leaves_no_pulses_behind_for_long(tmp_path):
-    code = "import sys; from pathlib import Path; from megatron_ft.worker import progress_counters as pulse; "
+    code = "import sys; from pathlib import Path; from megatron_ft.run import progress_counters as pulse; "
     code += (
         "place = pulse.directory(Path(sys.argv[1])); pulse.create(place / 'g0.p0'); print(place, flush=True); input()"
     )
@@ -239,7 +239,7 @@ def test_an_agent_reads_all_that_a_rank_writes_into_its_pulse(tmp_path):
 CHILD = """
 import ctypes, select, sys, time
 from pathlib import Path
-from megatron_ft.worker.progress_counters import ProgressCounters
+from megatron_ft.run.progress_counters import ProgressCounters
 pulse = ProgressCounters(Path(sys.argv[1]))
 pulse.start()
 while not select.select([sys.stdin], [], [], 0.15)[0]:

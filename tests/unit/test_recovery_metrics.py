@@ -9,9 +9,9 @@ from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.replication import placement
 from megatron_ft.core.scheduling import assignment
-from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
-from megatron_ft.worker.recovery_metrics import RecoveryMetrics
+from megatron_ft.record import history
+from megatron_ft.record.history import History
+from megatron_ft.run.recovery_metrics import RecoveryMetrics
 
 PLACEMENT = placement.golomb(4, 2)  # group i hosts the shards i and i + 1
 JOB = machine.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMENT)

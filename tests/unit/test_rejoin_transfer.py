@@ -20,19 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_ft.collectives import framing
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.data.order import BatchSchedule
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import StartOver
+from megatron_ft.run.collectives import framing
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.registered_state import Registered
+from megatron_ft.run.rejoin import joiner, state_receiver, state_sender
+from megatron_ft.run.rejoin.state_receiver import Gone, StateReceiver
+from megatron_ft.run.rejoin.state_sender import StateSender
+from megatron_ft.run.state_checksum import StateCheck
+from megatron_ft.run.state_guard import StateGuard
 from megatron_ft.types import Microbatch, View
-from megatron_ft.worker.registered_state import Registered
-from megatron_ft.worker.rejoin import joiner, state_receiver, state_sender
-from megatron_ft.worker.rejoin.state_receiver import Gone, StateReceiver
-from megatron_ft.worker.rejoin.state_sender import StateSender
-from megatron_ft.worker.state_checksum import StateCheck
-from megatron_ft.worker.state_guard import StateGuard
 from tests.stores import await_
 from tests.support import SECRET
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.collectives import communicator_choice
-from megatron_ft.collectives.base import Broken
-from megatron_ft.collectives.communicator_choice import GLOO, KINDS, NCCL, Choice, Maker, Offer, agree
-from megatron_ft.collectives.rendezvous import Build
 from megatron_ft.errors import ConfigError
+from megatron_ft.run.collectives import communicator_choice
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.collectives.communicator_choice import GLOO, KINDS, NCCL, Choice, Maker, Offer, agree
+from megatron_ft.run.collectives.rendezvous import Build
 
 AGREEMENT = SimpleNamespace(rendezvous=lambda name: None)
 

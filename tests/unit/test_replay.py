@@ -15,11 +15,11 @@ from megatron_ft.config import schema
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.shell import resumes
-from megatron_ft.runlog import history
-from megatron_ft.runlog.protocol_trace import Line, Record, RecordError
-from megatron_ft.runlog.replay import replay
+from megatron_ft.proof.replay import replay
+from megatron_ft.record import history
+from megatron_ft.record.protocol_trace import Line, Record, RecordError
+from megatron_ft.run.recovery_metrics import RecoveryMetrics
 from megatron_ft.types import PlanOrigin, Report, View
-from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from tests import support
 from tests.world import Group, World
 from tools.replay import main

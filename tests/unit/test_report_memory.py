@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 
-from megatron_ft.report import report_command, run_plots
-from megatron_ft.runlog import history
-from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.commands import report_command
+from megatron_ft.record import history, run_plots
+from megatron_ft.record.run_record import RunRecord
 
 GROUPS, STEPS, SHOWN = 60, 12_000, 3
 

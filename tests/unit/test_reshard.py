@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint import reshard, restore
 from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
-from megatron_ft.engines.port import PARTITIONS, PARTS, STAGED
 from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.run import checkpoint
+from megatron_ft.run.checkpoint import reshard, restore
+from megatron_ft.run.engines.port import PARTITIONS, PARTS, STAGED
 
 
 def divided(whole: dict[str, torch.Tensor], ranks: int) -> list[dict]:

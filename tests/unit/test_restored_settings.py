@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron_ft.checkpoint import restore
 from megatron_ft.config.schema import FaultToleranceConfig, resolve
+from megatron_ft.run.checkpoint import restore
 
 CONFIG = {"fault_tolerance": {"loss_reduction": "token", "reduction": "exact"}}
 """Without these values the settings are not in older checkpoints."""

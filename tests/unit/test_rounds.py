@@ -1,5 +1,5 @@
-"""What the ranks of a group compute together next, as position 0 decides it (``engines.rounds``), and which passes of a
-pipeline's schedule count (``engines.staged``)."""
+"""What the ranks of a group compute together next, as position 0 decides it (``run.engines.rounds``), and which passes of a
+pipeline's schedule count (``run.engines.staged``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unittest.mock import MagicMock, call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.engines import rounds
-from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Listed
-from megatron_ft.engines.staged import Staged
+from megatron_ft.run.engines import rounds
+from megatron_ft.run.engines.layout import Layout
+from megatron_ft.run.engines.port import Listed
+from megatron_ft.run.engines.staged import Staged
 from megatron_ft.types import Microbatch
 
 numbers = st.integers(0, 1000)

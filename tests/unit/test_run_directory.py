@@ -10,7 +10,7 @@ from signal import Signals
 import pytest
 
 from megatron_ft.errors import NOT_SAVED, LaunchError
-from megatron_ft.runlog import history, run_directory, run_state
+from megatron_ft.record import history, run_directory, run_state
 from megatron_ft.types import Exit
 from megatron_ft.utils import shared_file
 

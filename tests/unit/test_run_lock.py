@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from megatron_ft.agent import run_lock
 from megatron_ft.config.schema import RunConfig, resolve
 from megatron_ft.errors import LaunchError
+from megatron_ft.host import run_lock
 from megatron_ft.utils import directory_lock, shared_file
 
 HERE = os.uname().nodename

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.auth.secret import Secret
-from megatron_ft.coordination import store, watcher
-from megatron_ft.coordination.client import CoordinationClient, digest
-from megatron_ft.coordination.store import NOTICES, ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.run import store
+from megatron_ft.run.store import NOTICES, ControlStore, StoreConflict, StoreLostMemory, watcher
+from megatron_ft.run.store.client import CoordinationClient, digest
 from megatron_ft.types import Exit
+from megatron_ft.utils.auth.secret import Secret
 from tests.stores import await_
 from tests.support import SECRET
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.report import report_command, run_summary
-from megatron_ft.runlog.run_record import Lines, RunRecord
+from megatron_ft.commands import report_command
+from megatron_ft.record import run_summary
+from megatron_ft.record.run_record import Lines, RunRecord
 
 
 def step(t, number, duration_s, live=(0, 1), **fields):

@@ -8,12 +8,11 @@ import pytest
 from rich.console import Console
 
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.planning import measured
-from megatron_ft.report import follow, run_plots, run_tables
-from megatron_ft.report.presence import stages
-from megatron_ft.report.progress import Progress
-from megatron_ft.runlog import history, run_state
-from megatron_ft.runlog.run_record import Lines, RunRecord
+from megatron_ft.plan import measured
+from megatron_ft.record import follow, history, run_plots, run_state, run_tables
+from megatron_ft.record.presence import stages
+from megatron_ft.record.progress import Progress
+from megatron_ft.record.run_record import Lines, RunRecord
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.cluster.faults import host_faults, mix, schedule
+from megatron_ft.cluster.faults.schedule import Fault, Schedule, load
 from megatron_ft.errors import ConfigError
-from megatron_ft.faults import host_faults, mix, schedule
-from megatron_ft.faults.injection_points import CORRUPTIBLE_BY, POINTS, STATE
-from megatron_ft.faults.schedule import Fault, Schedule, load
-from megatron_ft.simulation.training.failures import MIX
+from megatron_ft.plan.failures import MIX
+from megatron_ft.run.injection_points import CORRUPTIBLE_BY, POINTS, STATE
 
 TIMES = st.floats(0, 1e6) | st.integers(0, 10**6)
 POSITIVE = st.floats(0.001, 1e4)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.auth import secret
-from megatron_ft.auth.secret import Secret
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import LaunchError
+from megatron_ft.utils.auth import secret
+from megatron_ft.utils.auth.secret import Secret
 
 GIVEN = {secret.VARIABLE: "f" * 64}
 

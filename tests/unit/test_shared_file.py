@@ -18,30 +18,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent import run_lock
-from megatron_ft.auth import secret
-from megatron_ft.auth.secret import Secret
+from megatron_ft.cluster.faults.injector import Injector
 from megatron_ft.config.schema import resolve
-from megatron_ft.coordination.store import claim_log
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.data import dataset
 from megatron_ft.errors import CheckpointError, FTError, LaunchError
-from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import InjectionPoints
-from megatron_ft.faults.injector import Injector
-from megatron_ft.runlog import history, run_directory
-from megatron_ft.runlog.timeline import Timeline
+from megatron_ft.host import run_lock
+from megatron_ft.record import history, run_directory
+from megatron_ft.record.timeline import Timeline
+from megatron_ft.run import injection_points, progress_counters
+from megatron_ft.run.injection_points import InjectionPoints
+from megatron_ft.run.store import claim_log
 from megatron_ft.types import given
 from megatron_ft.utils import directory_lock, durable_file, shared_file, vital_thread
-from megatron_ft.worker import progress_counters
+from megatron_ft.utils.auth import secret
+from megatron_ft.utils.auth.secret import Secret
 from tests.sources import MODULES, PACKAGE, nodes
 
 MOVES = {
     "utils/shared_file.py",
-    "runlog/run_directory.py",  # moves the files of an earlier start into a new directory
+    "record/run_directory.py",  # moves the files of an earlier start into a new directory
     "data/dataset.py",  # writes to a temporary directory with a random name
     "data/corpus.py",
-    "checkpoint/export.py",  # moves a whole directory into place
+    "run/checkpoint/export.py",  # moves a whole directory into place
 }
 
 
@@ -331,14 +330,14 @@ def test_new_files_are_private_and_nothing_is_truncated(tmp_path):
 
 OPENS = {
     "utils/shared_file.py": "the place for it",
-    "planning/plan_command.py": "a path that the user names",
-    "faults/inject_command.py": "a path that the user names",
-    "simulation/protocol/explore.py": "a path that the user names",
-    "checkpoint/export.py": "in a new directory",
-    "qualify/training_checks.py": "in a new directory with a random name",
-    "agent/forkserver.py": "a pipe",
-    "launchers/ssh/remote.py": "the null device",
-    "agent/store_keeper.py": "the null device",
+    "commands/plan_command.py": "a path that the user names",
+    "commands/inject_command.py": "a path that the user names",
+    "proof/explore.py": "a path that the user names",
+    "run/checkpoint/export.py": "in a new directory",
+    "cluster/qualify/training_checks.py": "in a new directory with a random name",
+    "host/forkserver.py": "a pipe",
+    "cluster/launchers/ssh/remote.py": "the null device",
+    "host/store_keeper.py": "the null device",
 }
 """Modules that open files for writing without ``utils.shared_file``, and which files these are."""
 _WRITES = {"write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "flock", "lockf"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ft.cluster.launchers.slurm import commands, job_array
+from megatron_ft.cluster.launchers.slurm.supervisor import Supervisor
+from megatron_ft.cluster.launchers.supervisor_loop import limits
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers.slurm import commands, job_array
-from megatron_ft.launchers.slurm.supervisor import Supervisor
-from megatron_ft.launchers.supervisor_loop import limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
 SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]

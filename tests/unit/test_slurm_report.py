@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_ft import cli
+from megatron_ft.cluster.launchers.notes import Notes
+from megatron_ft.cluster.launchers.slurm import commands as slurm
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers.notes import Notes
-from megatron_ft.launchers.slurm import commands as slurm
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft import cli
+from megatron_ft.cluster.launchers import hostfile
+from megatron_ft.cluster.launchers.ssh import connection, launcher, remote
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers import hostfile
-from megatron_ft.launchers.ssh import connection, launcher, remote
 from megatron_ft.utils import shared_file
 from tests.stores import await_
 
@@ -31,7 +31,11 @@ from tests.stores import await_
         (255, "ssh: connect to host n1 port 22: No route to host\n", "check that the host is up"),
         (255, "something new\n", "something new; check that the host is up, and try `ssh me@n1 true`"),
         (127, "env: /venv/bin/python: No such file or directory\n", "cannot run /venv/bin/python"),
-        (1, "/venv/bin/python: No module named megatron_ft.launchers.ssh.remote\n", "lacks this megatron_ft for"),
+        (
+            1,
+            "/venv/bin/python: No module named megatron_ft.cluster.launchers.ssh.remote\n",
+            "lacks this megatron_ft for",
+        ),
         (1, "", "no message, exit code 1"),
     ],
 )
@@ -76,7 +80,7 @@ def test_secrets_come_from_a_file_that_no_other_user_may_read(tmp_path):
 SSH = """
 import json, sys
 from pathlib import Path
-from megatron_ft.launchers.ssh import remote as far
+from megatron_ft.cluster.launchers.ssh import remote as far
 Path(sys.argv[1]).write_text(json.dumps([" ".join(sys.argv[2:]), sys.stdin.read()]))
 print(far.MARK + "{}")
 """
@@ -90,7 +94,7 @@ def test_the_values_of_variables_are_in_no_process_list(tmp_path):
     assert connections.ask(hostfile.Host("n1"), remote.request("start", environment=environ)).content == {}
     connections.close()
     argv, stdin = json.loads((tmp_path / "said").read_text())
-    assert "megatron_ft.launchers.ssh.remote" in argv and "s3cret" not in argv and "s3cret" in stdin
+    assert "megatron_ft.cluster.launchers.ssh.remote" in argv and "s3cret" not in argv and "s3cret" in stdin
 
 
 def parsed(*words: str):
@@ -152,7 +156,7 @@ def test_a_missing_ssh_program_gets_one_line():
 
 def ask(do: str, **fields) -> dict:
     """Run the program as ssh does."""
-    command = [sys.executable, "-m", "megatron_ft.launchers.ssh.remote"]
+    command = [sys.executable, "-m", "megatron_ft.cluster.launchers.ssh.remote"]
     done = subprocess.run(command, input=remote.request(do, **fields), capture_output=True, text=True, timeout=60)
     found = remote.answer(f"Welcome!\n{done.stdout}bye\n")
     assert found is not None, done.stderr

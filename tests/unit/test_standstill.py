@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.agent.stall_watch import Standstill
 from megatron_ft.core.detection.rank_health import Health, Sample
+from megatron_ft.host.stall_watch import Standstill
 
 PATIENCE_S, ROUND_S = 3.0, 5.25
 PHASES = st.lists(st.sampled_from(["waiting", "waiting", "waiting", "working", "outside"]), min_size=1, max_size=2)

@@ -16,14 +16,14 @@ from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.exactness.batches import Sent
 from megatron_ft.core.protocol.messages import GroupFailed, RunHalted
 from megatron_ft.core.protocol.signals import ChecksumsRequested
-from megatron_ft.engines import tensor_checksum
-from megatron_ft.engines.port import TAIL
-from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import InvariantBroken, StartOver
+from megatron_ft.run.engines import tensor_checksum
+from megatron_ft.run.engines.port import TAIL
+from megatron_ft.run.engines.torch_native import TorchNativeEngine
+from megatron_ft.run.state_checksum import StateCheck, differing
+from megatron_ft.run.state_guard import StateGuard
+from megatron_ft.run.step_timer import Slots, slots_of_group
 from megatron_ft.types import View
-from megatron_ft.worker.state_checksum import StateCheck, differing
-from megatron_ft.worker.state_guard import StateGuard
-from megatron_ft.worker.step_timer import Slots, slots_of_group
 
 GROUPS = st.dictionaries(st.integers(0, 40), st.integers(0, 3), min_size=1, max_size=12)
 

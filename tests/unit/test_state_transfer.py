@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ft.collectives.state_transfer import flatten, unflatten
 from megatron_ft.errors import EngineError
+from megatron_ft.run.collectives.state_transfer import flatten, unflatten
 
 
 @pytest.mark.parametrize("number", [np.float32(0.1), np.float64(0.1), np.int64(2**60), np.bool_(True), np.uint8(7)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_ft.runlog import history
-from megatron_ft.runlog.history import History
+from megatron_ft.record import history
+from megatron_ft.record.history import History
+from megatron_ft.run.step_record import StepRecord
 from megatron_ft.types import View
-from megatron_ft.worker.step_record import StepRecord
 
 
 def test_values_are_there_when_their_writer_dies_and_a_lower_group_comes_in_the_same_view(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import json, os, pathlib, sys
 import setproctitle
-from megatron_ft.agent import store_keeper
+from megatron_ft.host import store_keeper
 from megatron_ft.errors import LaunchError
 from megatron_ft.utils import directory_lock
 

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from megatron_ft.agent import join, operator_requests
+from megatron_ft.cluster.launchers import host_place
 from megatron_ft.config import schema
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.store import run_store
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.launchers import host_place
+from megatron_ft.host import join, operator_requests
+from megatron_ft.run.store import run_store
 
 THREE = "etcd://node1:2379,10.0.0.2:2379,[::1]:2379"
 

@@ -8,18 +8,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ft.agent import agent_record
-from megatron_ft.agent.peers import Hosts
-from megatron_ft.agent.store_takeover import StoreTakeover
-from megatron_ft.coordination.store import Locator, Log, LogAway, StoreGone
 from megatron_ft.core.detection.heartbeats import Said
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.lifecycle.store_succession import Succession
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.shell import carry_out
-from megatron_ft.runlog import history
-from megatron_ft.worker.verdict_handler import VerdictHandler
+from megatron_ft.host import agent_record
+from megatron_ft.host.peers import Hosts
+from megatron_ft.host.store_takeover import StoreTakeover
+from megatron_ft.record import history
+from megatron_ft.run.store import Locator, Log, LogAway, StoreGone
+from megatron_ft.run.verdict_handler import VerdictHandler
 from tests.stores import await_
 from tests.support import SECRET
 

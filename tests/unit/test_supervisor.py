@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
+from megatron_ft.cluster.launchers import supervisor_loop
+from megatron_ft.cluster.launchers.slurm import commands, supervisor
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle import supervisor_policy
 from megatron_ft.errors import WIPED_OUT, StoreError
-from megatron_ft.launchers import supervisor_loop
-from megatron_ft.launchers.slurm import commands, supervisor
-from megatron_ft.runlog import history
+from megatron_ft.record import history
 
 NODES = ("n1", "n2")
 LATER_S = 300.0

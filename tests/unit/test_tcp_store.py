@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from megatron_ft.agent import agent_client
-from megatron_ft.coordination import store, watcher
-from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.coordination.store import NOTICES, ControlStore
-from megatron_ft.coordination.store.call_guard import Overdue
-from megatron_ft.coordination.store.tcp_store import TcpStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.key_lifetimes import Floor
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.host import agent_client
+from megatron_ft.run import store
+from megatron_ft.run.store import NOTICES, ControlStore, watcher
+from megatron_ft.run.store.call_guard import Overdue
+from megatron_ft.run.store.client import CoordinationClient
+from megatron_ft.run.store.tcp_store import TcpStore
 from megatron_ft.types import Exit, View
 from tests.growth import FIRST, Changes
 from tests.store_contract import StoreContract

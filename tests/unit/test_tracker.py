@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.report import tracker
-from megatron_ft.runlog import history
+from megatron_ft.host import tracker
+from megatron_ft.record import history
 from tests.unit.test_run_tables import step as a_step
 from tests.unit.test_run_tables import write_run
 
@@ -34,7 +34,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
 
 def run_tracker(run_dir, names: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", run_dir, "--track", names],
+        [sys.executable, "-m", "megatron_ft.host.tracker", "--run-dir", run_dir, "--track", names],
         capture_output=True,
         text=True,
         timeout=120,

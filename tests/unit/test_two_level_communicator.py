@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.collectives import base, two_level_communicator
-from megatron_ft.collectives.base import Broken
-from megatron_ft.collectives.communicator_choice import GLOO, Choice
-from megatron_ft.collectives.two_level_communicator import TwoLevelCommunicator
+from megatron_ft.run.collectives import base, two_level_communicator
+from megatron_ft.run.collectives.base import Broken
+from megatron_ft.run.collectives.communicator_choice import GLOO, Choice
+from megatron_ft.run.collectives.two_level_communicator import TwoLevelCommunicator
 from tests.fakes.network import Member, Network
 
 HOSTS = st.lists(st.integers(0, 3), min_size=2, max_size=6)

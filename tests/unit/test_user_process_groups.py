@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft import codec
-from megatron_ft.collectives import flight_recorder, user_process_groups
-from megatron_ft.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection.collective_stalls import Call, Report, Training
 from megatron_ft.core.protocol import signals
+from megatron_ft.run.collectives import flight_recorder, user_process_groups
+from megatron_ft.run.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.utils import vital_thread
 from tests import support
 from tests.stores import await_
@@ -190,7 +190,7 @@ HANGS = """
 import threading
 from types import SimpleNamespace
 import torch, torch.distributed as dist
-from megatron_ft.collectives import user_process_groups
+from megatron_ft.run.collectives import user_process_groups
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection.collective_stalls import Training
 

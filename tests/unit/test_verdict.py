@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_ft import cli
-from megatron_ft.runlog import verdict
+from megatron_ft.proof import verdict
 
 VIEW = {"event": "view", "epoch": 0, "live": [0, 1], "lost": {}, "joined": [], "reason": "the first", "step": 0}
 LOST = {**VIEW, "epoch": 1, "live": [0], "lost": {"1": "host n2 is silent"}}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.exactness import verification
-from megatron_ft.planning import verified_share
+from megatron_ft.plan import verified_share
 from tests import support
 from tests.unit.test_verification import plan_of
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent.heartbeat import HeartbeatService
-from megatron_ft.collectives.base import Broken, Over
-from megatron_ft.collectives.gloo_communicator import PointToPoint
-from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.host.heartbeat import HeartbeatService
+from megatron_ft.run.collectives.base import Broken, Over
+from megatron_ft.run.collectives.gloo_communicator import PointToPoint
+from megatron_ft.run.store import key_sweeper, watcher
 from megatron_ft.utils import vital_thread
 from tests import support
 from tests.stores import await_

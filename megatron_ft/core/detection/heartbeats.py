@@ -1,7 +1,7 @@
 """The knowledge of one host about the others, from their heartbeats: which heartbeats count, which hosts are silent, and
 what each host has said last (``link_detector.listen`` judges a silence).
 
-The agent (``agent.heartbeat``) and the simulated agent (``simulation.protocol.simulated_hosts``) hand in the heartbeats
+The agent (``host.heartbeat``) and the simulated agent (``proof.simulated_hosts``) hand in the heartbeats
 that arrive, and look twenty times a second, or less often.
 
 Assumes: heartbeats are lost, doubled, late, sent again by a stranger, and overtake each other. Each agent counts its

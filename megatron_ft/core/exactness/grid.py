@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_BITS = 51
-"""Largest number of bits of a sum. fp64 has 53; two are left for the checksum (``engines.exact_rounding``)."""
+"""Largest number of bits of a sum. fp64 has 53; two are left for the checksum (``run.engines.exact_rounding``)."""
 OFFSETS = (-40, -24, -12, -8, -4, -2, 0, 12, 24, 48)
 """The thresholds of a unit are 2^(e + offset); its first count is of values that are not 0."""
 COUNTS = 1 + len(OFFSETS)

@@ -77,7 +77,7 @@ def partner(host: int, domains: Mapping[int, Collection[Hashable]]) -> int | Non
 
 
 def checkpoint_period(checkpoint_s: float, uptime_s: float, restart_s: float) -> float:
-    """Return T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)), which maximises ``planning.closed_forms.availability`` (SPARe).
+    """Return T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)), which maximises ``plan.closed_forms.availability`` (SPARe).
 
     It follows from A' = 0: T_c^2 - 2 T_s T_c - 2 T_s (T_f + T_r) = 0. All times are in seconds.
     """

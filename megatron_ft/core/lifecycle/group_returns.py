@@ -1,5 +1,5 @@
 """Lost groups that come back: what an agent knows of them, and which groups it has to start again
-(``restart_policy`` decides when). The simulated agent (``simulation.protocol.simulated_hosts``) goes by the same.
+(``restart_policy`` decides when). The simulated agent (``proof.simulated_hosts``) goes by the same.
 
 An agent sees the exits of its own ranks and hears the notices of all others, so it knows of every loss of its groups
 and whether a live group is left to come back to. The host of position 0 leads the return of a group with ranks on

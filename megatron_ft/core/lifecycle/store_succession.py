@@ -1,7 +1,7 @@
 """An agent's part in the fail-over of the embedded control store: it follows the claim log, and takes the store over when
 ``store_failover`` says that it is this host's turn.
 
-The agent (``agent.store_takeover``) and the simulated one (``simulation.protocol.simulated_hosts``) bring the port
+The agent (``host.store_takeover``) and the simulated one (``proof.simulated_hosts``) bring the port
 :class:`Here`, and look ten times a second or less often. As in ``core.protocol.shell``, a real port blocks; a simulated
 one suspends.
 """

@@ -6,7 +6,7 @@ every start of a group. If they are never removed, a store fills up: with 1,024 
 
 A key of epoch e is not needed any more when the view of epoch e + 2 stands: a group can only be a member of that view if it
 has reported in epoch e + 1, and has therefore adopted the view of e + 1. A process that was stopped and has missed a
-view finds the oldest remaining one through the floor (``coordination.key_sweeper``), and sees there that it was left
+view finds the oldest remaining one through the floor (``run.store.key_sweeper``), and sees there that it was left
 out. The same distance is kept for the starts of a group.
 
 The notice log is not cut off at an epoch: a host that joins must learn where all ranks run, and a new rank must learn
@@ -29,7 +29,7 @@ BEHIND = 2
 """The keys of an epoch, or of a start of a group, are removed when the one that comes this number later stands."""
 _DIGITS = 19
 _FIRST_LATER = 1
-"""The first start of a group that was added to a run; its start key is how hosts claim group numbers (``agent.join``)."""
+"""The first start of a group that was added to a run; its start key is how hosts claim group numbers (``host.join``)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def expired(key: str, present: Present) -> bool:
         case "report" | "ready" | "outer":
             return 0 <= _number(first) < present.floor.epoch
         case "stands":
-            _, _, attempt = rest.partition(".e")  # RUN.eEPOCH.GROUP.NUMBER (``worker.checkpointing.coordinator``)
+            _, _, attempt = rest.partition(".e")  # RUN.eEPOCH.GROUP.NUMBER (``run.saves.coordinator``)
             epoch = attempt.partition(".")[0]
             return 0 <= _number(epoch) < present.floor.epoch
         case "inner" | "restart" | "start" | "calls":

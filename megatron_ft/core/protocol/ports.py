@@ -1,8 +1,8 @@
 """What the loop of a group needs to be carried out: its ranks, the control store and a clock (``core.protocol.shell``).
 
-There are four kinds of each: those of a real group (``worker.leader_ranks``, ``worker.leader_store``), of a simulated one
-(``simulation.protocol.simulated_group``), of the transcripts (``tests/world.py``), and of a run that is replayed from its
-record (``runlog.replay``). A port of a real group blocks its thread; one of a simulation suspends the coroutine. Methods
+There are four kinds of each: those of a real group (``run.leader_ranks``, ``run.leader_store``), of a simulated one
+(``proof.simulated_group``), of the transcripts (``tests/world.py``), and of a run that is replayed from its
+record (``proof.replay``). A port of a real group blocks its thread; one of a simulation suspends the coroutine. Methods
 with a body here are for groups to which that does not happen, or that have nothing to do then.
 """
 

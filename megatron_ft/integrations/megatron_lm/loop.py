@@ -31,16 +31,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_ft
 from megatron_ft.config import megatron_lm_arguments, rank_env
 from megatron_ft.config.megatron_lm_arguments import NEWEST
-from megatron_ft.engines.megatron.reports import VOTE
-from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import CheckpointError, ConfigError, EngineError
 from megatron_ft.integrations.megatron_lm import names
 from megatron_ft.integrations.megatron_lm.samples import Deal, Source
 from megatron_ft.integrations.megatron_lm.writers import Writers
+from megatron_ft.run.engines.megatron.reports import VOTE
+from megatron_ft.run.engines.port import StepResult
+from megatron_ft.run.session import Session
 from megatron_ft.types import given
 from megatron_ft.utils import durable_file, shared_file
 from megatron_ft.utils.vital_thread import VitalThread
-from megatron_ft.worker.session import Session
 
 _SCHEDULE = ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection")
 """Arguments that Megatron's loop passes on to its schedule."""

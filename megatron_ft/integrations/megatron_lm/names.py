@@ -11,8 +11,8 @@ import importlib
 import inspect
 from typing import Any
 
-from megatron_ft.engines.megatron import megatron_names
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines.megatron import megatron_names
 
 LOOP = "megatron.training.training"
 TESTED = "0.18.0 to 0.19.2, or Megatron-LM of 2026-08-22"

@@ -21,7 +21,7 @@ from megatron_ft.integrations.megatron_lm import names
 from megatron_ft.utils import shared_file
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.session import Session
+    from megatron_ft.run.session import Session
 
 MEGATRON_LM = "megatron_lm"
 """The value under which ``Session.log`` records what is collected, and the directory of a run with :data:`ABOUT`."""

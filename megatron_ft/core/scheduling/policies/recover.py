@@ -7,7 +7,7 @@ survivor computes b or b - 1 of the lost microbatches, and from the next step on
 The paper's bucket recovery needs nothing here. *Blocking* (a promotion): the survivors wait for the new communicator only,
 and reduce the unfinished buckets again. *Non-blocking* (a boundary): the communicator is built while the extra microbatches
 run. Where the paper rolls reduced buckets back to snapshots, a group's own gradient is still there in a buffer of its own
-(``engines.port``), and a bucket that a survivor has finished stays final.
+(``run.engines.port``), and a bucket that a survivor has finished stays final.
 
 When a group joins, the roles are dealt out anew among the live groups, because the paper has no rejoin.
 """

@@ -1,0 +1,1 @@
+"""What surrounds a run on a cluster: how agents are started, checks of hosts, faults that are injected."""

@@ -1,1 +1,0 @@
-"""Clients of the control store: notices, views, and the store itself with its back ends (``store/``)."""

@@ -1,1 +1,0 @@
-"""Adapters from training engines to the narrow :class:`~megatron_ft.engines.port.Engine` port."""

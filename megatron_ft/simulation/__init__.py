@@ -1,1 +1,0 @@
-"""Simulators: of the protocol (``protocol/``) and of whole training runs (``training/``)."""

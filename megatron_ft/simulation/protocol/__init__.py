@@ -1,1 +1,0 @@
-"""Simulated groups, agents, hosts, stores and network around the decisions of ``core``."""

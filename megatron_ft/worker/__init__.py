@@ -1,1 +1,0 @@
-"""One rank of a group: the training loop and its session, the leader and its followers."""
