@@ -260,7 +260,7 @@ def _hub(member: bool) -> Iterator[Target]:
     listener = socket.create_server((HERE, 0))
     address = listener.getsockname()[:2]
     hub = Hub(listener, Meeting(10**6, 0, address, "a"), SECRET)
-    good = {"rank": 3, "hosts": 10**6, "job": "b", "card": {"name": "a", "address": HERE, "port": 1}}
+    good = {"rank": 3, "hosts": 10**6, "job": "b", "host_record": {"name": "a", "address": HERE, "port": 1}}
     number = iter(range(10**6))
 
     def serves() -> bool:
@@ -270,7 +270,7 @@ def _hub(member: bool) -> Iterator[Target]:
             end.settimeout(WAIT_S)
             while b"welcome" not in (said := end.recv(4096)) and said:
                 pass
-        return bool(said) and rank in hub.cards
+        return bool(said) and rank in hub.host_records
 
     yield Target(as_member(address, SECRET.of(MEET), good, noise) if member else as_stranger(address), serves)
     hub.close()
@@ -284,17 +284,17 @@ def _bandwidth() -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def _beats() -> Iterator[Target]:
+def _heartbeats() -> Iterator[Target]:
     hosts = [HeartbeatService(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(2)]
     for number, host in enumerate(hosts):
         host.add({1 - number: (f"127.0.0.{2 - number}", hosts[1 - number].port)})
 
     def serves() -> bool:
-        before = hosts[1]._others[0].beats
+        before = hosts[1]._others[0].heartbeats
         deadline = time.monotonic() + WAIT_S
-        while hosts[1]._others[0].beats <= before and time.monotonic() < deadline:
+        while hosts[1]._others[0].heartbeats <= before and time.monotonic() < deadline:
             time.sleep(0.01)
-        return hosts[1]._others[0].beats > before
+        return hosts[1]._others[0].heartbeats > before
 
     def nearly(rng: random.Random) -> bytes:
         sender, count = rng.choice((0, 1, 2**32 - 1)), rng.randrange(2**64)
@@ -345,7 +345,7 @@ TARGETS: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
     "doctor hub": lambda: _hub(member=False),
     "doctor hub, member": lambda: _hub(member=True),
     "doctor bandwidth": _bandwidth,
-    "beats": _beats,
+    "heartbeats": _heartbeats,
     "control store": _store,
 }
 

@@ -10,7 +10,7 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.run.collectives.communicator_choice import GLOO, Offer
 from megatron_ft.run.store import ControlStore, watcher
 from megatron_ft.run.store.client import CoordinationClient
-from megatron_ft.run.store.key_sweeper import Sweeper
+from megatron_ft.run.store.garbage_collection import GarbageCollector
 from megatron_ft.types import Exit, PlanOrigin, Report, View
 
 FIRST = first_view(2)
@@ -27,14 +27,14 @@ class Changes:
         self.view = FIRST
         self.group = CoordinationClient(store, 0, 60.0)
         self.group.adopted(FIRST)
-        self.sweeper = Sweeper(store.clone(), lambda group: group == 0, FIRST)
+        self.garbage_collector = GarbageCollector(store.clone(), lambda group: group == 0, FIRST)
         self._start = 0
 
     def make(self, count: int) -> None:
-        """Make this number of view changes, with a sweep after each."""
+        """Make this number of view changes, with a garbage collection after each."""
         for _ in range(count):
             self._lose() if 1 in self.view.live else self._come_back()
-            self.sweeper.sweep()
+            self.garbage_collector.collect()
 
     def _lose(self) -> None:
         died = signals.RankExited(Exit(1, 0, 4242, "node7", "SIGKILL", None), self._start)

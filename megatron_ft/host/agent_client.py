@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from megatron_ft.core.protocol import key_lifetimes, signals
 from megatron_ft.errors import StoreError
-from megatron_ft.run.store import ControlStore, StoreLostMemory, key_sweeper, watcher
+from megatron_ft.run.store import ControlStore, StoreLostMemory, garbage_collection, watcher
 from megatron_ft.run.store.client import DONE
 from megatron_ft.types import View
 from megatron_ft.utils.console import say
@@ -125,7 +125,7 @@ class AgentClient:
         """Return the newest view that stands; ``known`` while no newer one is found."""
         if not self._is_due(_VIEW):
             return known
-        while (raw := self._ask(partial(key_sweeper.find_view, self._store, known.epoch + 1))) is not None:
+        while (raw := self._ask(partial(garbage_collection.find_view, self._store, known.epoch + 1))) is not None:
             known = View.from_json(raw)
         # What a store that comes back empty could not need any more is forgotten.
         needed = key_lifetimes.kept([own for own, _ in self._said], known)

@@ -1,14 +1,14 @@
-"""Beats between the agents of a run: one small datagram to the other hosts, twenty times a second
+"""Heartbeats between the agents of a run: one small datagram to the other hosts, twenty times a second
 (``core.detection.heartbeats`` judges them, ``core.detection.link_detector`` chooses the receivers where hosts are many).
 
-An agent has nothing else to do, so its beat shows that its host and the way from it work, however busy the ranks are.
+An agent has nothing else to do, so its heartbeat shows that its host and the way from it work, however busy the ranks are.
 One thread sends and receives; it never touches the control store, which may block.
 
-A beat also carries the newest claim that its host knows, whether that host reaches the control store
-(``core.lifecycle.store_failover``), and the hosts that it doubts; when these change, a beat is sent at once. Every beat
-carries a counter and an HMAC with the run's secret, over all that and the numbers of both hosts. A beat that another
-process sends, or repeats, is dropped. While all hosts are heard, the kernel drops what comes from elsewhere than their last
-beats: a flood of datagrams would fill the socket's buffer.
+A heartbeat also carries the newest claim that its host knows, whether that host reaches the control store
+(``core.lifecycle.store_failover``), and the hosts that it doubts; when these change, a heartbeat is sent at once. Every
+heartbeat carries a counter and an HMAC with the run's secret, over all that and the numbers of both hosts. A heartbeat that
+another process sends, or repeats, is dropped. While all hosts are heard, the kernel drops what comes from elsewhere than
+their last heartbeats: a flood of datagrams would fill the socket's buffer.
 
 Failures it assumes: datagrams are lost, doubled, late, replayed or forged, and come from other addresses than before.
 """
@@ -39,8 +39,8 @@ _BURST = 1000
 
 
 class HeartbeatService(Listener):
-    """This host's side of the beats. ``address``: the one by which the other hosts reach it; it beats from the first
-    :meth:`add` on. ``key``: of the run.
+    """This host's side of the heartbeats. ``address``: the one by which the other hosts reach it; it sends heartbeats from
+    the first :meth:`add` on. ``key``: of the run.
     """
 
     def __init__(self, address: str, rank: int, key: Key, least_s: float) -> None:
@@ -49,9 +49,9 @@ class HeartbeatService(Listener):
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))
         self._socket.setblocking(False)
-        self._rank, self._key = rank, key.of("beat")
+        self._rank, self._key = rank, key.of("heartbeat")
         self.says = Said()
-        """The content of this host's beats; may be replaced at any time."""
+        """The content of this host's heartbeats; may be replaced at any time."""
         self.changed: Callable[[], None] = lambda: None
         """Called by the thread when a host is silent or heard again."""
         self._count = 0
@@ -63,14 +63,14 @@ class HeartbeatService(Listener):
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._failed: list[BaseException] = []
-        self._thread = VitalThread(self._run_on, "megatron_ft-beats", failed=self._failed.append)
+        self._thread = VitalThread(self._run_on, "megatron_ft-heartbeats", failed=self._failed.append)
 
     @property
     def port(self) -> int:
         return self._socket.getsockname()[1]
 
     def add(self, peers: Mapping[int, tuple[str, int]]) -> None:
-        """Send beats to these hosts, too, and listen to them. Known hosts, and this one, are skipped."""
+        """Send heartbeats to these hosts, too, and listen to them. Known hosts, and this one, are skipped."""
         new = {rank: address for rank, address in peers.items() if rank not in (self._rank, *self._addresses)}
         self._addresses = {**self._addresses, **new}  # replaced, not changed: the thread may be using the old one
         self.listen_to(new)
@@ -106,7 +106,7 @@ class HeartbeatService(Listener):
             if file_descriptors.readable(self._socket, min(due, look) - now):
                 self._receive()
             now = time.monotonic()
-            if said or now >= min(due, look):  # where a host is doubted, each beat may decide
+            if said or now >= min(due, look):  # where a host is doubted, each heartbeat may decide
                 for change in self.look(now):
                     self._changes.put(change)
                     self.changed()
@@ -120,7 +120,7 @@ class HeartbeatService(Listener):
             try:
                 self._socket.sendto(self._message(self._rank, rank, self._count, says), address)
             except OSError:
-                continue  # no route, no buffer, refused: the receiver will miss the beat
+                continue  # no route, no buffer, refused: the receiver will miss the heartbeat
 
     def _receive(self) -> None:
         for _ in range(_BURST):
@@ -130,12 +130,12 @@ class HeartbeatService(Listener):
             except BlockingIOError:
                 return
             except OSError:
-                continue  # an earlier beat was refused: no process listens there any more
+                continue  # an earlier heartbeat was refused: no process listens there any more
             if len(data) == MESSAGE_BYTES:
                 self._take(source[:2], data)
 
     def _take(self, source: tuple[str, int], data: bytes) -> None:
-        """Hear a beat, unless it is forged."""
+        """Hear a heartbeat, unless it is forged."""
         signed, mac = data[: _SIGNED.size], data[_SIGNED.size :]
         magic, sender, receiver, count, newest, reaching, *doubts = _SIGNED.unpack(signed)
         sent = (magic, receiver) == (_MAGIC, self._rank)

@@ -77,13 +77,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """This host in that run. ``groups``: the groups it adds, none for a spare; ``cards``: addresses of the first hosts;
-    ``claims``: the keys it has written on the control store, to be put back if the store forgets."""
+    """This host in that run. ``groups``: the groups it adds, none for a spare; ``host_records``: addresses of the first
+    hosts; ``claims``: the keys it has written on the control store, to be put back if the store forgets."""
 
     running: Running
     place: Place
     groups: tuple[GroupId, ...]
-    cards: Mapping[int, Mapping[str, Any]]
+    host_records: Mapping[int, Mapping[str, Any]]
     claims: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -245,8 +245,8 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
     store = running.open(_PROBE_S)
     try:
         store.check_begun()
-        cards: dict[int, Any] = {rank: store.get(host_key(rank)) for rank in range(running.hosts)}
-        if None in cards.values():
+        host_records: dict[int, Any] = {rank: store.get(host_key(rank)) for rank in range(running.hosts)}
+        if None in host_records.values():
             raise StoreError("it is only just starting; try again when it has made a step")
         number = running.hosts
         while not store.claim(number_key(number), socket.gethostname())[1]:
@@ -265,7 +265,7 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
             f"number is left for {groups - len(taken)} of {groups} more; add fewer --groups, or start the run with more room"
         )
     place = Place(running.hosts, number, address, running.store, running.job)
-    return Newcomer(running, place, taken, cards, claims)
+    return Newcomer(running, place, taken, host_records, claims)
 
 
 def number_key(host: int) -> str:

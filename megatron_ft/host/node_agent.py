@@ -52,7 +52,7 @@ from megatron_ft.host.tracker_process import Tracking
 from megatron_ft.record import history, run_directory
 from megatron_ft.run import progress_counters, store
 from megatron_ft.run.checkpoint import restore as origins
-from megatron_ft.run.store import key_sweeper
+from megatron_ft.run.store import garbage_collection
 from megatron_ft.types import Exit, given, host_name, seat
 from megatron_ft.utils import gpu_faults, lifeline, out_of_memory, steady_clock
 from megatron_ft.utils.auth import secret
@@ -149,7 +149,7 @@ class Agent:
         self._store.when_forged(lambda key: self._record.note("forged", key=key, **self._hosts.who))
         self._client = agent_client.AgentClient(self._store, {} if newcomer is None else newcomer.claims)
         self._restarts = self._prepare_returns()
-        self._sweeper = key_sweeper.Sweeper(
+        self._garbage_collector = garbage_collection.GarbageCollector(
             self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._restarts.seats.view
         )
         self._spare = Spare(self._hosts, self._client, self._restarts)
@@ -186,7 +186,7 @@ class Agent:
 
     def _run(self) -> int:
         wakeup, speaks = Wakeup(stop_signals()), False
-        self._hosts.beats.changed = wakeup.wake
+        self._hosts.heartbeats.changed = wakeup.wake
         try:
             for group, position in self._hosts.ranks:
                 self._ranks.start(group, position, 0, self._restarts.seats.view.epoch)
@@ -207,7 +207,7 @@ class Agent:
             if self._succession is not None:
                 self._succession.stop()
             self._client.close()
-            self._sweeper.stop()
+            self._garbage_collector.stop()
             self._hosts.leave(self._store)
             if self._copies is not None:
                 self._copies.close(over=code == 0)
@@ -227,12 +227,12 @@ class Agent:
         if self._options.newcomer is None:
             self._hosts.meet()
         else:
-            self._hosts.greet(self._options.newcomer.cards)
+            self._hosts.greet(self._options.newcomer.host_records)
         self._store.check_begun()
         self._begin_succession()
-        self._client.listen(self._sweeper.on_signal)
-        self._sweeper.start()
-        self._client.put(host_key(self._hosts.place.rank), self._hosts.card)
+        self._client.listen(self._garbage_collector.on_signal)
+        self._garbage_collector.start()
+        self._client.put(host_key(self._hosts.place.rank), self._hosts.host_record)
         if self._leads:
             if self._hosts.place.hosts > 1:
                 say(self._hosts.store_said)
@@ -268,8 +268,11 @@ class Agent:
         for key in ("view/0", origins.KEY):  # only host 0's agent would put these back
             if (value := self._store.get(key)) is not None:
                 self._client.knows(key, value)
-        for rank, card in self._hosts.partners.items():  # a lost host cannot put its card back, and later hosts need it
-            self._client.knows(host_key(rank), card)
+        for (
+            rank,
+            host_record,
+        ) in self._hosts.partners.items():  # a lost host cannot put its host record back, and later hosts need it
+            self._client.knows(host_key(rank), host_record)
         self._succession = store_takeover.StoreTakeover(
             self._hosts,
             self._run_dir,
@@ -348,7 +351,7 @@ class Agent:
     def _end_standstill(self) -> None:
         """End the ranks of this host, which can neither go on nor find out why: the run can be started again."""
         patience_s = self._config.fault_tolerance.store_patience_s
-        silent = [host for host in sorted(self._hosts.beats.silent()) if self._hosts.groups(host)]
+        silent = [host for host in sorted(self._hosts.heartbeats.silent()) if self._hosts.groups(host)]
         lost = " ".join(map(self._hosts.said, silent))
         why = (
             f"no control store has answered for {patience_s:g} s, and without one the step cannot go on without {lost}"
@@ -359,11 +362,11 @@ class Agent:
 
     def _listen(self) -> None:
         """Report which hosts have become silent or are heard again. Hosts are busiest while ranks start."""
-        if self._hosts.beats.least_s == _STARTING_S and self._record.summary().last_step is not None:
-            self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
-            self._hosts.beats.agreed_s = AGREED * self._hosts.beats.least_s
-        changes = self._hosts.beats.changes()
-        if changes or self._hosts.beats.silent():
+        if self._hosts.heartbeats.least_s == _STARTING_S and self._record.summary().last_step is not None:
+            self._hosts.heartbeats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+            self._hosts.heartbeats.agreed_s = AGREED * self._hosts.heartbeats.least_s
+        changes = self._hosts.heartbeats.changes()
+        if changes or self._hosts.heartbeats.silent():
             self._client.stir()  # where links are cut, a notice may be late or lost
         for change in changes:
             parts = [self._restarts.incarnation(group) for group in self._hosts.shared()]
@@ -447,11 +450,11 @@ class Agent:
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
         """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""
-        beats = self._hosts.beats
+        heartbeats = self._hosts.heartbeats
         if not self._hosts.serves:
             return
         # no limit: the other agents leave or are not heard any more (heartbeat_timeout_s); a signal ends it
-        while beats.known() > beats.silent() and not self._hosts.all_left():
+        while heartbeats.known() > heartbeats.silent() and not self._hosts.all_left():
             if any(number != signal.SIGCHLD for number in wakeup.wait(rank_monitor.LOOK_EVERY_S)):
                 return
             self._hosts.look_after_store()
@@ -547,7 +550,7 @@ class Agent:
         me = self._hosts.place.rank
         corrections = self._hosts.move(me, new, last + 1)
         self._ranks.starter.house(self._hosts.ranks)
-        self._announce(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
+        self._announce(signals.HostAssigned(me, **self._hosts.host_record, ranks=tuple(new), incarnation=last + 1))
         for correction in corrections:
             self._announce(self._restarts.with_starts(correction))
         shared = self._hosts.shared()
@@ -563,7 +566,7 @@ class Agent:
         before = self._hosts.ranks
         for correction in self._hosts.on_signal(signal_):
             self._announce(self._restarts.with_starts(correction))
-        if signal_.host in self._hosts.beats.known():
+        if signal_.host in self._hosts.heartbeats.known():
             # Otherwise its number is given away again after the host and the store are lost.
             self._client.knows(join.number_key(signal_.host), signal_.name)
         if moved := set(before) - set(self._hosts.ranks):

@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 
 def host_key(host: int) -> str:
-    """Return the key of the card of one of the first hosts: its name, and how its agent is reached."""
+    """Return the key of the host record of one of the first hosts: its name, and how its agent is reached."""
     return f"host/{host}"
 
 

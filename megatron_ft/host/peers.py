@@ -5,8 +5,8 @@ store is an etcd of the user's. Every other agent reads the run's id there, comp
 address and groups. No rank is started before all hosts are there.
 
 Hosts may come later (``host.join``); their numbers follow those of the first hosts. Such a host announces to all
-agents its card and its ranks (``core.protocol.signals.HostAssigned``); a rank moves from one host to another in the same
-way.
+agents its host record and its ranks (``core.protocol.signals.HostAssigned``); a rank moves from one host to another in the
+same way.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NAMED = 8
 """Hosts that a line of a host that waits names at most."""
 _HOSTS, _LEFT, _STORE = "hosts", "left", "store"
 _SHARES = "shares"
-"""Key beside a host's card when it meets the others: whether its run directory is that of host 0."""
+"""Key beside a host's record when it meets the others: whether its run directory is that of host 0."""
 _SHARED_S = 5.0
 
 
@@ -228,7 +228,7 @@ class Hosts:
             self.run_id, address = self._join()
         if where.others and self.keeper is not None:
             self.locator = store.Locator(store.Log(run_dir, self.run_id, self.secret), address)
-        self._cards: dict[int, Mapping[str, Any]] = {}
+        self._host_records: dict[int, Mapping[str, Any]] = {}
         self._names: dict[int, str] = {where.rank: socket.gethostname()}
         sizes = (where.hosts, config.groups, config.ranks_per_group)
         self._ranks = {rank: ranks_of(rank, *sizes) for rank in range(where.hosts)}
@@ -236,7 +236,7 @@ class Hosts:
         self.max_ranks = len(self._ranks.setdefault(where.rank, ())) or max(map(len, self._ranks.values()))
         """The number of ranks this host can have: its number at the start; for a spare, the largest of the first hosts."""
         self.copies_port = 0
-        self.beats = HeartbeatService(where.address, where.rank, self.key, least_s)
+        self.heartbeats = HeartbeatService(where.address, where.rank, self.key, least_s)
 
     @property
     def key(self) -> Key:
@@ -295,7 +295,7 @@ class Hosts:
     @property
     def foremost(self) -> bool:
         """Return whether all hosts before this one are lost."""
-        return {rank for rank in self._ranks if rank < self.place.rank} <= self.beats.silent()
+        return {rank for rank in self._ranks if rank < self.place.rank} <= self.heartbeats.silent()
 
     def look_after_store(self) -> None:
         """Restart a dead keeper of this host's store. Called regularly."""
@@ -350,7 +350,7 @@ class Hosts:
     @property
     def several(self) -> bool:
         """Return whether the run has other hosts."""
-        return self.place.hosts > 1 or len(self._cards) > 1 or self.succeeds
+        return self.place.hosts > 1 or len(self._host_records) > 1 or self.succeeds
 
     def _join(self) -> tuple[str, str]:
         """Return the run's id, and the address at which host 0 itself reaches the store: ``--store`` may have its name,
@@ -373,13 +373,14 @@ class Hosts:
 
     @property
     def partners(self) -> dict[int, Mapping[str, Any]]:
-        """The cards of the first hosts that this host listens to."""
-        return {rank: self._cards[rank] for rank in self.beats.known() if rank < self.place.hosts}
+        """The host records of the first hosts that this host listens to."""
+        return {rank: self._host_records[rank] for rank in self.heartbeats.known() if rank < self.place.hosts}
 
     @property
-    def card(self) -> dict[str, Any]:
-        """The name of this host and its agent's address, with ports for beats and for copies of checkpoints (0: none)."""
-        ports = {"port": self.beats.port, "copies": self.copies_port}
+    def host_record(self) -> dict[str, Any]:
+        """The name of this host and its agent's address, with ports for heartbeats and for copies of checkpoints (0:
+        none)."""
+        ports = {"port": self.heartbeats.port, "copies": self.copies_port}
         return {"name": socket.gethostname(), "address": self.place.address, **ports}
 
     def meet(self) -> None:
@@ -387,14 +388,14 @@ class Hosts:
         if self.place.hosts == 1:
             self._prepare_succession(shared=True)  # a host that comes later has read this directory
             return
-        found = self._gather({**self.card, _SHARES: self._shares_directory})
+        found = self._gather({**self.host_record, _SHARES: self._shares_directory})
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
-        shares = [card.pop(_SHARES) for card in found.values()]
+        shares = [host_record.pop(_SHARES) for host_record in found.values()]
         self._know(found)
         self._prepare_succession(all(shares))
 
     def _gather(self, own: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the cards of all hosts, once all have come. Raises ``LaunchError`` naming a host that is missing."""
+        """Return the host records of all hosts, once all have come. Raises ``LaunchError`` naming a host that is missing."""
         self._boot.add(_HOSTS, str(self.place.rank), own)
         deadline = time.monotonic() + MEET_TIMEOUT_S
         found: dict[str, Any] = {str(self.place.rank): own}
@@ -458,16 +459,16 @@ class Hosts:
             self.keeper.close()
             self.keeper = None
 
-    def greet(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
-        """Listen to the first hosts, whose cards are given, as a host that comes later."""
+    def greet(self, host_records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Listen to the first hosts, whose host records are given, as a host that comes later."""
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
-        self._know({**cards, self.place.rank: self.card})
+        self._know({**host_records, self.place.rank: self.host_record})
         self._prepare_succession(shared=True)
 
     def on_signal(self, housed: signals.HostAssigned) -> list[signals.HostSilent]:
-        """Take in a later host's card and ranks. Return the corrections of :meth:`move`."""
-        card = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
-        self._know({housed.host: card})
+        """Take in a later host's record and ranks. Return the corrections of :meth:`move`."""
+        host_record = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
+        self._know({housed.host: host_record})
         return self.move(housed.host, housed.ranks, housed.incarnation)
 
     def move(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> list[signals.HostSilent]:
@@ -477,7 +478,7 @@ class Hosts:
         Return signals that correct earlier ones of this host: its own groups, and those of hosts that it does not hear,
         may have changed.
         """
-        silences = self.beats.silences()
+        silences = self.heartbeats.silences()
         said = [self.signal(replace(change, heard=True)) for change in silences]
         moved = {rank for rank in ranks if self._since.get(rank, -1) < incarnation}
         self._since.update(dict.fromkeys(moved, incarnation))
@@ -491,8 +492,8 @@ class Hosts:
     @property
     def copies(self) -> tuple[tuple[str, int], ...]:
         """Addresses of the agents that provide copies of checkpoints: this one's first, silent hosts last."""
-        silent, me = self.beats.silent(), self.place.rank
-        known = {me: self.card, **self._cards}
+        silent, me = self.heartbeats.silent(), self.place.rank
+        known = {me: self.host_record, **self._host_records}
         order = sorted(known, key=lambda rank: (rank in silent, rank != me, rank))
         return tuple((known[rank]["address"], known[rank]["copies"]) for rank in order if known[rank]["copies"])
 
@@ -500,20 +501,24 @@ class Hosts:
         """Return the address of the agent to which this host passes its copies on."""
         domains = self._config.fault_tolerance.failure_domains
         named = domains if domains != AUTO else ()
-        silent = self.beats.silent()
-        there = {rank: card for rank, card in self._cards.items() if card["copies"] and rank not in silent}
+        silent = self.heartbeats.silent()
+        there = {
+            rank: host_record
+            for rank, host_record in self._host_records.items()
+            if host_record["copies"] and rank not in silent
+        }
         places = {rank: {named[group] for group in self.groups(rank) if group < len(named)} for rank in there}
         other = partner(self.place.rank, places)
         return None if other is None else (there[other]["address"], there[other]["copies"])
 
-    def _know(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
-        self._cards = {**self._cards, self.place.rank: self.card, **cards}
-        self._names = net.distinct_names(self._cards)
-        partners = [rank for rank in cards if are_partners(rank, self.place.rank, self.place.hosts)]
-        self.beats.add({rank: (cards[rank]["address"], cards[rank]["port"]) for rank in partners})
+    def _know(self, host_records: Mapping[int, Mapping[str, Any]]) -> None:
+        self._host_records = {**self._host_records, self.place.rank: self.host_record, **host_records}
+        self._names = net.distinct_names(self._host_records)
+        partners = [rank for rank in host_records if are_partners(rank, self.place.rank, self.place.hosts)]
+        self.heartbeats.add({rank: (host_records[rank]["address"], host_records[rank]["port"]) for rank in partners})
 
     def signal(self, change: Change, incarnation: int = 0) -> signals.HostSilent:
-        """Return a change of the beats as a signal. ``incarnation``: of a group of which this host has a part."""
+        """Return a change of the heartbeats as a signal. ``incarnation``: of a group of which this host has a part."""
         mine, other = self.place.rank, change.rank
         named = self.groups(mine) | self.groups(other)
         since: dict[GroupId, int] = {}
@@ -539,7 +544,7 @@ class Hosts:
 
     def unheard(self) -> set[GroupId]:
         """Return the groups with ranks on a host that is silent now."""
-        return set().union(*map(self.groups, self.beats.silent()))
+        return set().union(*map(self.groups, self.heartbeats.silent()))
 
     @property
     def store_said(self) -> str:
@@ -574,9 +579,9 @@ class Hosts:
         In an etcd that outlives the run, the last host to leave deletes the run's keys. Silent hosts do not count; a
         host that was only cut off finds no keys then, and the run is over for it, too.
         """
-        others = {str(rank) for rank in self._ranks.keys() - {self.place.rank} - self.beats.silent()}
-        many = self.beats.known()
-        self.beats.close()
+        others = {str(rank) for rank in self._ranks.keys() - {self.place.rank} - self.heartbeats.silent()}
+        many = self.heartbeats.known()
+        self.heartbeats.close()
         try:
             if many:
                 self._boot.add(_LEFT, str(self.place.rank), True)

@@ -65,11 +65,11 @@ def _sample(rank: Watched) -> rank_health.Sample | None:
     """Return None when the process has ended: the agent's ``waitpid`` reports that."""
     try:
         status = process_status(rank.pid)
-        beats, progress, phase, dataset = progress_counters.read(rank.pulse)
+        heartbeats, progress, phase, dataset = progress_counters.read(rank.pulse)
     except OSError:
         return None
     cpu_s = status.cpu_ticks * _TICK_S
-    return None if status.ended else rank_health.Sample(status.state, cpu_s, beats, progress, phase, dataset)
+    return None if status.ended else rank_health.Sample(status.state, cpu_s, heartbeats, progress, phase, dataset)
 
 
 def limits(settings: DetectorConfig) -> rank_health.Limits:

@@ -139,12 +139,12 @@ class Starter:
         """Start one rank. Raises ``OSError`` when there is no process, file or memory available."""
         log = run_directory.log(self._run_dir, env.group, env.position)
         own_name = f"g{seat(env.group, env.incarnation)}.p{env.position}"
-        error, beats = log.parent / f"{own_name}.error", self._pulses / own_name
-        progress_counters.create(beats)
+        error, heartbeats = log.parent / f"{own_name}.error", self._pulses / own_name
+        progress_counters.create(heartbeats)
         own = {
             rank_bootstrap.AGENT_VARIABLE: str(os.getpid()),
             vital_thread.ERROR_VARIABLE: str(error),
-            progress_counters.VARIABLE: str(beats),
+            progress_counters.VARIABLE: str(heartbeats),
         }
         # The number of its device, and of its group's ranks on this host: groups may share a host, hosts a group.
         number = self._here.index((env.group, env.position))
@@ -161,7 +161,7 @@ class Starter:
                     os.write(output.fileno(), f"--- group {env.group}, incarnation {env.incarnation} ---\n".encode())
             common = forkserver.common_environment(len(self._here))
             process = self._start_process({**self._nccl, **common, **env.to_env(), **own}, output)
-        watched = rank_monitor.Watched(process.pid, beats)
+        watched = rank_monitor.Watched(process.pid, heartbeats)
         start = start_of(process.pid)
         return Rank(env.group, env.position, env.incarnation, process, start, steady_clock.now(), log, error, watched)
 

@@ -4,7 +4,7 @@ run lives.
 That is host 0's agent, and when host 0 is lost the agent of the lowest remaining host: it takes over both locks.
 ``utils.directory_lock`` explains how a lock works and how a dead holder is recognised.
 
-Failures it assumes: an agent is killed or its host lost (the kernel's lock is free at once, the beat stops); the file
+Failures it assumes: an agent is killed or its host lost (the kernel's lock is free at once, the heartbeat stops); the file
 system is away (nothing is taken over meanwhile); an agent was frozen while another run was given the directory
 (``usurped``); a user removes the directory of a run that lives (it is made again).
 """
@@ -20,7 +20,7 @@ from megatron_ft.utils import directory_lock
 from megatron_ft.utils.console import say
 
 _BEATS_S = 12.0
-"""Two beats of the lock."""
+"""Two heartbeats of the lock."""
 
 
 class Claims:
@@ -39,9 +39,9 @@ class Claims:
         if self._run_dir.exists() and not self._run_dir.is_dir():
             raise LaunchError(f"--run-dir {self._run_dir} is a file; give a directory")
         self._tried = True
-        options = {"others": self._others, "beats": False}
+        options = {"others": self._others, "heartbeats": False}
         self._locks.append(directory_lock.lock(self._run_dir, self.run_id, directory_lock.RUN, **options))
-        if self._saved:  # it beats at once: to read a checkpoint may take long
+        if self._saved:  # its heartbeat begins at once: to read a checkpoint may take long
             former = self._locks[0].former
             self._locks.append(directory_lock.lock(Path(self._saved), self.run_id, dead=former))
 

@@ -56,7 +56,7 @@ class Spare:
         if self._client.away or any(host == me for host, _ in self._refused):
             return []
         self._judge()
-        away = self._hosts.beats.silent() | self._accused()
+        away = self._hosts.heartbeats.silent() | self._accused()
         lost = spare_policy.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._restarts.seats.taken)
         fit = spare_policy.fitting(lost, self._hosts.max_ranks - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
@@ -73,7 +73,9 @@ class Spare:
     def _accused(self) -> set[int]:
         """Return hosts that others do not hear and that this one does not listen to, where hosts are too many for that."""
         said = Counter(name for _, name in {(silent.by, silent.about) for silent in self._silences.values()})
-        strangers = {part.host for part in self._hosts.parts} - self._hosts.beats.known() - {self._hosts.place.rank}
+        strangers = (
+            {part.host for part in self._hosts.parts} - self._hosts.heartbeats.known() - {self._hosts.place.rank}
+        )
         return {host for host in strangers if said[self._hosts.name(host)] >= _WITNESSES}
 
     def _claim(self, part: spare_policy.Part, away: set[int]) -> int | None:

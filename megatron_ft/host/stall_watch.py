@@ -100,7 +100,7 @@ class Stalls:
 
     @property
     def _heard(self) -> set[int]:
-        return self._hosts.used - self._hosts.beats.silent()
+        return self._hosts.used - self._hosts.heartbeats.silent()
 
     def _members(self, spots: Iterable[group_stalls.Spot]) -> list[group_stalls.Spot]:
         view = self._restarts.seats.view

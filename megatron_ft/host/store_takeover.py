@@ -60,7 +60,7 @@ class StoreTakeover(Here):
         self._moved, self._note = moved, note
         self._probe = TcpStore(self._locator, PROBE_S)
         self._address = self._locator.claims[-1].address
-        self._succession = Succession(hosts.place.rank, hosts.beats, self)
+        self._succession = Succession(hosts.place.rank, hosts.heartbeats, self)
         self._said = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron_ft-succession", daemon=True)
@@ -111,7 +111,7 @@ class StoreTakeover(Here):
         return self._hosts.housing(groups)
 
     def tell(self, said: Said) -> None:
-        self._hosts.beats.says = said
+        self._hosts.heartbeats.says = said
 
     async def read(self) -> bool:
         return self._locator.poll()

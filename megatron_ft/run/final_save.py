@@ -80,8 +80,10 @@ class FinalSave:
             self._number, self._owner = self._number + 1, owner
         if self._number < 0:
             return None
-        beats = self._agreement.get(f"{self._keys}/beats/{self._number}") or 0
-        return Claim(self._number, self._owner, beats, self._agreement.get(f"{self._keys}/failed/{self._number}") or "")
+        heartbeats = self._agreement.get(f"{self._keys}/heartbeats/{self._number}") or 0
+        return Claim(
+            self._number, self._owner, heartbeats, self._agreement.get(f"{self._keys}/failed/{self._number}") or ""
+        )
 
     def _write(self, write: Callable[[Path], object]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.{self._waiter.own}-{secrets.token_hex(8)}.tmp")
@@ -104,17 +106,17 @@ class FinalSave:
 
     def left(self) -> list[str]:
         """Return the keys that the store still has of this save alone when it has ended."""
-        kinds = ("claim", "beats", "failed")
+        kinds = ("claim", "heartbeats", "failed")
         return [f"{self._keys}/{kind}/{n}" for n in range(self._number + 1) for kind in kinds]
 
     def _show(self, over: threading.Event) -> None:
         """Thread: show that this group is writing."""
-        client, beats = self._agreement.clone(), 0
+        client, heartbeats = self._agreement.clone(), 0
         with contextlib.suppress(StoreError):  # the training thread finds that out itself
             # no limit: a thread of its own; whoever has started it tells it to stop
             while not over.wait(_LEASE_S / 8):
-                beats += 1
-                client.put(f"{self._keys}/beats/{self._number}", beats)
+                heartbeats += 1
+                client.put(f"{self._keys}/heartbeats/{self._number}", heartbeats)
 
 
 def _replace(path: Path, temporary: Path) -> None:

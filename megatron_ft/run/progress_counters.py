@@ -1,7 +1,7 @@
 """A rank's pulse: a few counters in a small shared file, written by the rank and read by its agent.
 
 A write costs a fraction of a microsecond and cannot block, so it can be done between any two actions. A thread counts
-beats in the file too: when they stop while the process runs, something holds the GIL. The agent makes the file, in
+heartbeats in the file too: when they stop while the process runs, something holds the GIL. The agent makes the file, in
 memory if the machine has a place for that (on a network file system every write of the training thread would use the
 network).
 
@@ -25,7 +25,9 @@ from megatron_ft.utils import shared_file
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
-_FIELDS = struct.Struct("=QQQQQQ")  # beats, progress, phase, dataset, seat, state; no two threads write one at a time
+_FIELDS = struct.Struct(
+    "=QQQQQQ"
+)  # heartbeats, progress, phase, dataset, seat, state; no two threads write one at a time
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting", "ended")
 _NAME = "megatron_ft-pulses-"
 _ROOM_BYTES = 2**20
@@ -38,7 +40,7 @@ class ProgressCounters:
     def __init__(self, path: Path) -> None:
         with open(shared_file.open_file(path, os.O_RDWR), "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FIELDS.size)
-        self._beats = self._progress = self._dataset = self._engine = 0
+        self._heartbeats = self._progress = self._dataset = self._engine = 0
         self._phase: Phase = "outside"
 
     @classmethod
@@ -80,19 +82,19 @@ class ProgressCounters:
         """Training thread: this rank, which has followed others, holds a complete state from now on."""
         struct.pack_into("=Q", self._memory, 40, 1)
 
-    def beat(self) -> None:
-        self._beats += 1
-        struct.pack_into("=Q", self._memory, 0, self._beats)
+    def heartbeat(self) -> None:
+        self._heartbeats += 1
+        struct.pack_into("=Q", self._memory, 0, self._heartbeats)
 
     def start(self) -> None:
-        """Beat from a thread until the process ends."""
-        threading.Thread(target=self._beat_on, name="megatron_ft-pulse", daemon=True).start()
+        """Count heartbeats in a thread until the process ends."""
+        threading.Thread(target=self._heartbeat_on, name="megatron_ft-pulse", daemon=True).start()
 
-    def _beat_on(self) -> None:
-        # no limit: the thread that beats, until the process ends
+    def _heartbeat_on(self) -> None:
+        # no limit: the thread of the heartbeat, until the process ends
         while True:
             time.sleep(BEAT_S)
-            self.beat()
+            self.heartbeat()
 
 
 def directory(shared: Path = Path("/dev/shm")) -> Path:
@@ -133,9 +135,9 @@ def create(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[int, int, Phase, int]:
-    """Agent: return beats, progress, phase, and the count of beginnings and ends of dataset calls."""
-    beats, progress, phase, dataset, *_ = _FIELDS.unpack(shared_file.read_record(path)[: _FIELDS.size])
-    return beats, progress, _PHASES[phase], dataset
+    """Agent: return heartbeats, progress, phase, and the count of beginnings and ends of dataset calls."""
+    heartbeats, progress, phase, dataset, *_ = _FIELDS.unpack(shared_file.read_record(path)[: _FIELDS.size])
+    return heartbeats, progress, _PHASES[phase], dataset
 
 
 def has_seat(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """A lock on a directory of checkpoints or of a run: it refuses a second job while the first one lives.
 
-The lock is a file that names the run and holds a beat, a number that the run's leader increases regularly. On one host
+The lock is a file that names the run and holds a heartbeat, a number that the run's leader increases regularly. On one host
 the kernel's lock on that file (flock) tells at once whether its holder lives. A process that finds the file decides as
 follows:
 
@@ -8,13 +8,13 @@ follows:
   process leads a run.
 - The kernel's lock is held by another process, on this host or through a server that keeps such locks: that run lives.
 - The kernel's lock is free, and the file was written on this host since its last boot: that run is dead. If other hosts
-  can continue it without this host, the beat decides instead.
-- The file was written on another host: the process observes the beat for some time. It compares no clocks, and no pids,
+  can continue it without this host, the heartbeat decides instead.
+- The file was written on another host: the process observes the heartbeat for some time. It compares no clocks, and no pids,
   which have no meaning in another container.
 
 Failures assumed: a holder is killed, frozen, or loses the file system. A holder that was frozen and finds another run
 in its file has lost the lock. Where two jobs start at the same time on a file system without flock, both may hold the
-lock for one beat. No checkpoint depends on the lock: two runs never write into the same directory of an attempt.
+lock for one heartbeat. No checkpoint depends on the lock: two runs never write into the same directory of an attempt.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ CHECKPOINTS = Kind("checkpoint directory", "lock", "checkpoint.directory", Check
 RUN = Kind("run directory", "run.lock", "--run-dir", LaunchError)
 BEAT_S = 5.0
 PATIENCE_S = 30.0
-"""Time for which the beat is observed: six beats. Only a start on another host, after a run that was killed, waits for
-it."""
+"""Time for which the heartbeat is observed: six heartbeats. Only a start on another host, after a run that was killed,
+waits for it."""
 DYING_S = 2.0
 """Time for which a killed holder may keep the kernel's lock: until it, and the processes that inherited the file,
 ended."""
 _RELEASE_S = 2 * BEAT_S
-"""Time for which a release waits for a beat that is being written, at most."""
+"""Time for which a release waits for a heartbeat that is being written, at most."""
 _POLL_S = 0.05
 THREAD = "directory-lock"
-"""Name of the thread that beats. It holds nothing that a process forked meanwhile would need."""
+"""Name of the thread of the heartbeat. It holds nothing that a process forked meanwhile would need."""
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _BYTES = 1024
 """Length to which the record is padded, so that one write always replaces it."""
 
 
 class Lock:
-    """A lock that is held for one run until :meth:`release`. A thread of it beats after :meth:`begin`.
+    """A lock that is held for one run until :meth:`release`. A thread of it writes its heartbeat after :meth:`begin`.
 
     Attributes:
         usurped: Why another run has the directory now, or "".
@@ -92,7 +92,7 @@ class Lock:
         os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
-        """Start to beat. A process that still forks others can delay this for some seconds, see ``BEAT_S``."""
+        """Start to heartbeat. A process that still forks others can delay this for some seconds, see ``BEAT_S``."""
         self._thread.start()
 
     def _forked(self) -> None:
@@ -108,7 +108,7 @@ class Lock:
             raise self._kind.error(self._lost)
 
     def release(self) -> None:
-        """Release the directory at once. It never raises, because a lock without beats expires."""
+        """Release the directory at once. It never raises, because a lock without heartbeats expires."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_RELEASE_S)  # the thread may hang in a file system that does not answer
@@ -138,11 +138,11 @@ class Lock:
                 if self._still_ours():
                     # After a takeover from a frozen leader of the same run, the kernel's lock is free when that leader ends.
                     self._flocked = self._flocked or shared_file.lock(self._fd) is True
-                    self._record["beat"] += 1
+                    self._record["heartbeat"] += 1
                     _write(self._fd, self._record)
             except OSError:
                 continue  # the file system does not answer; the file is read again when it does
-            except Exception as error:  # a bug: a lock without beats expires, and this run must not write any more
+            except Exception as error:  # a bug: a lock without heartbeats expires, and this run must not write any more
                 self._lost = f"the lock of {self._named} is not kept any more: its thread {described(error)}"
 
     @property
@@ -159,7 +159,7 @@ class Lock:
         elif found["run_id"] != self._record["run_id"]:
             self._lost = f"{self._named} was taken over by {_holder(found)}; only one job may write there"
             self.usurped = self._lost
-        elif _turn(found) > _turn(self._record):  # an earlier turn is the last beat of the former leader
+        elif _turn(found) > _turn(self._record):  # an earlier turn is the last heartbeat of the former leader
             self._lost = f"{self._named} was taken over by another process of this run, which now leads it"
         return not self._lost
 
@@ -176,7 +176,7 @@ def take(
     kind: Kind = CHECKPOINTS,
     *,
     others: bool = False,
-    beats: bool = True,
+    heartbeats: bool = True,
     dead: str = "",
 ) -> Lock:
     """Lock a directory for a run. The run's leader calls this function. It waits only where the holder's state is
@@ -187,8 +187,8 @@ def take(
         run_id: Id of the run.
         kind: The kind of the directory, with its lock file and its error.
         others: Other hosts can continue the run when this one is lost, so that the end of this process tells nothing.
-        beats: Begin to beat at once; otherwise the caller calls :meth:`Lock.begin` within ``BEAT_S``.
-        dead: Id of a run that is known to have ended, whose beat is not observed.
+        heartbeats: Begin to heartbeat at once; otherwise the caller calls :meth:`Lock.begin` within ``BEAT_S``.
+        dead: Id of a run that is known to have ended, whose heartbeat is not observed.
 
     Raises:
         FTError: a live run holds the lock; the type is ``kind.error``.
@@ -209,7 +209,7 @@ def take(
             "taken": time.strftime(_TIME, time.gmtime()),
             "turn": before["turn"] + 1 if before is not None and before["run_id"] == run_id else 0,
             "token": secrets.token_hex(8),
-            "beat": 0,
+            "heartbeat": 0,
             "released": False,
             "others": others,
         }
@@ -219,7 +219,7 @@ def take(
         raise
     held = Lock(path, fd, record, flocked is True, kind)
     held.former = "" if before is None else before["run_id"]
-    if beats:
+    if heartbeats:
         held.begin()
     return held
 
@@ -239,7 +239,8 @@ def check_free(directory: Path, kind: Kind = CHECKPOINTS, *, patience_s: float =
 
 
 def lives(directory: Path, kind: Kind = CHECKPOINTS) -> bool | None:
-    """Return whether a run holds the lock of a directory; None where only its beat could tell, or another user's run."""
+    """Return whether a run holds the lock of a directory; None where only its heartbeat could tell, or another user's
+    run."""
     path = Path(directory) / kind.file
     try:
         with open(shared_file.open_file(path, os.O_RDWR), "rb") as opened:
@@ -275,8 +276,8 @@ def _refuse_if_alive(path: Path, fd: int, run_id: str, kind: Kind, patience_s: f
             )
     elif found is None or _is_over(found, flocked):
         return flocked
-    elif _beats(path, found, patience_s):
-        why = "its beat goes on"
+    elif _heartbeats(path, found, patience_s):
+        why = "its heartbeat goes on"
     else:
         return flocked
     raise kind.error(
@@ -285,7 +286,7 @@ def _refuse_if_alive(path: Path, fd: int, run_id: str, kind: Kind, patience_s: f
     )
 
 
-def _beats(path: Path, found: dict[str, Any], patience_s: float) -> bool:
+def _heartbeats(path: Path, found: dict[str, Any], patience_s: float) -> bool:
     """Return whether the record changes within ``patience_s``."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
@@ -301,7 +302,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         record = json.loads(shared_file.read_record(path))
     except (FileNotFoundError, ValueError):
         return None
-    fields = ("run_id", "host", "pid", "boot", "taken", "turn", "token", "beat", "released")
+    fields = ("run_id", "host", "pid", "boot", "taken", "turn", "token", "heartbeat", "released")
     return record if isinstance(record, dict) and all(field in record for field in fields) else None
 
 

@@ -187,10 +187,12 @@ def binds(address: str) -> bool:
     return True
 
 
-def distinct_names(cards: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+def distinct_names(host_records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """Return the name of each host; with its address where several hosts, such as containers, have the same name."""
-    count = Counter(card["name"] for card in cards.values())
+    count = Counter(host_record["name"] for host_record in host_records.values())
     return {
-        rank: card["name"] if count[card["name"]] == 1 else f"{card['name']}({card['address']})"
-        for rank, card in cards.items()
+        rank: host_record["name"]
+        if count[host_record["name"]] == 1
+        else f"{host_record['name']}({host_record['address']})"
+        for rank, host_record in host_records.items()
     }

@@ -30,7 +30,7 @@ from tests.chaos.play import Played
 _SLACK_S = LOOK_S
 """The delay that a look of the agent adds at most; a stop that comes so close to the limit may be either."""
 _BEATS_S = 0.3
-"""The time by which a silence is longer than the cut: the beats before and after it, and the next look."""
+"""The time by which a silence is longer than the cut: the heartbeats before and after it, and the next look."""
 
 Lines = list[dict[str, Any]]
 

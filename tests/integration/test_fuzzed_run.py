@@ -37,7 +37,7 @@ def test_random_input_to_every_port_of_a_run_that_trains_changes_nothing(tmp_pat
     support.wait_for(lambda: gate.waiting(FUZZED[0]) == GROUPS, run)
     found = listening.of_tree(run.process.pid)
     throw = Throw(found)
-    # The donor of each rank, the copies, the store, the beats; the communicator of each rank.
+    # The donor of each rank, the copies, the store, the heartbeats; the communicator of each rank.
     assert (len(throw.gives), throw.shut) == (GROUPS + 3, GROUPS), found
     before = used(found)
     for step in FUZZED:

@@ -55,7 +55,7 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
 @pytest.mark.long
 def test_torchrun_with_one_process_on_each_node_gives_the_number_of_the_host(tmp_path, data_dir):
     """Two nodes run on one machine; they find each other through the run directory."""
-    # On a busy machine an agent stands still for longer than the other one would wait for its beat.
+    # On a busy machine an agent stands still for longer than the other one would wait for its heartbeat.
     config = support.write_config(tmp_path / "ds.json", detector={"heartbeat_timeout_s": support.TIMEOUT_S})
     own = ["--data", data_dir, "--steps", "3", "--layers", "2", "--width", "64", "--seq-len", "32"]
     launch = ["launch", "--groups", 2, "--config", config, "--run-dir", tmp_path / "run", support.SCRIPT, "--", *own]

@@ -160,7 +160,7 @@ def stopped_twice(seed):
 @mutation("two short stops count as one long one", "gives up group", range(40), stopped_twice)
 def _(patch):
     patch.setattr(
-        rank_health, "add", lambda health, sample, *rest: ADD(health, replace(sample, beats=0, cpu_s=0.0), *rest)
+        rank_health, "add", lambda health, sample, *rest: ADD(health, replace(sample, heartbeats=0, cpu_s=0.0), *rest)
     )
 
 

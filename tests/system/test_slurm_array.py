@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cluster.launchers.slurm.array_board import ArrayState
-from megatron_ft.core.lifecycle.array_policy import Beat
+from megatron_ft.core.lifecycle.array_policy import Heartbeat
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 from tools import proc
@@ -47,7 +47,7 @@ class Array(Submitted):
         self.await_(lambda: self.elements()[element][0] == "PENDING", f"element {element} is requeued")
         self.lab.run(["scontrol", "update", f"jobid={self.id}_{element}", "StartTime=now+3"], check=True)
 
-    def beat(self, element: int) -> Beat:
+    def heartbeat(self, element: int) -> Heartbeat:
         return ArrayState(self.run_dir / "array" / self.id).last(element)
 
     def kill(self, element: int, word: str) -> None:
@@ -88,7 +88,7 @@ def test_an_element_without_power_is_replaced_and_comes_back_as_a_spare(cluster,
     cluster.start_node(lost)
     array.start_now(element)
     array.await_spares(2)
-    assert array.beat(element).restarts == 1
+    assert array.heartbeat(element).restarts == 1
     array.go()
     array.await_end()
     array.check(failure_free)
@@ -106,7 +106,7 @@ def test_an_agent_and_then_its_element_are_killed_and_both_are_back_without_slur
     array.kill(array.hosts()[1], "supervise")
     array.await_back(1)
     array.await_spares(3)
-    assert [array.beat(element).restarts for element in range(4)] == [0, 0, 0, 0]
+    assert [array.heartbeat(element).restarts for element in range(4)] == [0, 0, 0, 0]
     array.go()
     array.await_end()
     array.check(failure_free)
@@ -123,7 +123,7 @@ def test_at_the_time_limit_all_elements_are_requeued_and_go_on_from_the_checkpoi
     array.go()
     array.await_end()
     array.check(failure_free)
-    assert [array.beat(element).restarts for element in range(4)] == [1, 1, 1, 1]
+    assert [array.heartbeat(element).restarts for element in range(4)] == [1, 1, 1, 1]
     assert len(list((array.run_dir / "earlier").iterdir())) == 1 and array.events("resume")
 
 

@@ -39,19 +39,19 @@ class Job:
         granted = lab.run(["salloc", "--no-shell", "--no-kill", "-N", len(lab.nodes)], check=True).stderr
         self.id = granted.split("Granted job allocation ")[1].split()[0]
         self.srun = subprocess.Popen(self.step(len(lab.nodes), *KEEP, "sh", "-c", BEAT, directory), env=lab.env)
-        await_(lambda: len(self.beats()) == len(lab.nodes), "all tasks run")
+        await_(lambda: len(self.heartbeats()) == len(lab.nodes), "all tasks run")
 
     def step(self, nodes: int, *words: object) -> list[str]:
         return ["srun", f"--jobid={self.id}", "--overlap", f"-N{nodes}", f"-n{nodes}", *map(str, words)]
 
-    def beats(self) -> dict[str, int]:
+    def heartbeats(self) -> dict[str, int]:
         found = ((self._directory / node) for node in self.lab.nodes)
         return {path.name: int(path.read_text()) for path in found if path.exists()}
 
     def await_beats(self, *nodes: str) -> None:
         """Wait for several more counts of each of the tasks."""
-        before = self.beats()
-        await_(lambda: all(self.beats()[node] > before[node] + 5 for node in nodes), f"{', '.join(nodes)} go on")
+        before = self.heartbeats()
+        await_(lambda: all(self.heartbeats()[node] > before[node] + 5 for node in nodes), f"{', '.join(nodes)} go on")
 
     def end(self) -> None:
         """End the job; the nodes are whole and idle afterwards, whatever was done to them."""
@@ -112,9 +112,9 @@ def test_the_tasks_on_other_nodes_outlive_a_killed_one(cluster, job):
     assert all(cluster.tasks_of(node) for node in cluster.nodes)
     cluster.kill_node("n2")
     assert cluster.slurmd("n2") == "dead" and not cluster.tasks_of("n2")
-    at = job.beats()["n2"]
+    at = job.heartbeats()["n2"]
     job.await_beats("n1", "n3")
-    assert job.beats()["n2"] == at and job.srun.poll() is None
+    assert job.heartbeats()["n2"] == at and job.srun.poll() is None
 
 
 def test_a_node_that_is_back_takes_new_steps_of_its_job(cluster, job):
@@ -126,9 +126,9 @@ def test_a_node_that_is_back_takes_new_steps_of_its_job(cluster, job):
 @pytest.mark.long
 def test_a_frozen_node_goes_on_when_it_thaws(cluster, job):
     cluster.freeze("n3")
-    at = job.beats()["n3"]
+    at = job.heartbeats()["n3"]
     job.await_beats("n1", "n2")
-    assert job.beats()["n3"] == at and cluster.slurmd("n3") == "frozen"
+    assert job.heartbeats()["n3"] == at and cluster.slurmd("n3") == "frozen"
     cluster.thaw("n3")
     job.await_beats("n1", "n2", "n3")
     assert cluster.slurmd("n3") == "runs"
@@ -160,9 +160,9 @@ def test_plain_nodes_die_freeze_and_return_like_the_others(plain, tmp_path):
     job = Job(plain, tmp_path)
     plain.kill_node("n2")
     plain.freeze("n3")
-    at = job.beats()
+    at = job.heartbeats()
     job.await_beats("n1")
-    assert {**job.beats(), "n1": 0} == {**at, "n1": 0}
+    assert {**job.heartbeats(), "n1": 0} == {**at, "n1": 0}
     assert [plain.slurmd(node) for node in plain.nodes] == ["runs", "dead", "frozen"]
     plain.thaw("n3")
     job.await_beats("n1", "n3")
@@ -190,7 +190,7 @@ def test_two_labs_side_by_side_of_which_nothing_is_left(tmp_path):
     one, other = Lab(tmp_path / "one", 2), Lab(tmp_path / "other", 3)
     with other:
         with one:
-            jobs = [Job(lab, tmp_path / f"beats{len(lab.nodes)}") for lab in (one, other)]
+            jobs = [Job(lab, tmp_path / f"heartbeats{len(lab.nodes)}") for lab in (one, other)]
             one.kill_node("n1")
             one.freeze("n2")
         jobs[0].srun.wait(DEADLINE_S)

@@ -10,15 +10,15 @@ from tests.sources import MODULES, nodes
 from tests.unit.test_packages import package_of
 
 BUDGETS = {
-    "cluster": 5060,
+    "cluster": 5070,
     "run": 4980,
     "core": 4710,
     "run/engines": 3770,
-    "host": 3150,
+    "host": 3160,
     "proof": 2980,
     "record": 2060,
     "run/collectives": 2000,
-    "run/store": 1820,
+    "run/store": 1830,
     "data": 1800,
     "utils": 1710,
     "plan": 1690,

@@ -14,7 +14,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.utils import directory_lock
 
 BEAT_S = 0.01
-PATIENT_S = 60.0  # a beat that goes on is seen at once; only a beat that does not come takes all of this time
+PATIENT_S = 60.0  # a heartbeat that goes on is seen at once; only a heartbeat that does not come takes all of this time
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def other(tmp_path):
 
 
 def written(tmp_path, **changes):
-    """Write in place, as a beat does: an empty file would count as a lock without a holder."""
+    """Write in place, as a heartbeat does: an empty file would count as a lock without a holder."""
     before = (tmp_path / "lock").read_text()
     text = json.dumps(json.loads(before) | changes).ljust(len(before))
     with (tmp_path / "lock").open("r+b", buffering=0) as file:
@@ -77,7 +77,7 @@ def test_a_holder_that_is_killed_in_this_moment_is_waited_for(tmp_path, other):
 def test_a_child_does_not_keep_the_lock_of_a_holder_that_has_ended(tmp_path):
     """The agent forks the store's keeper, which may live for a moment longer, while it holds the run directory."""
     context = multiprocessing.get_context("fork")
-    held, ends = take(tmp_path, "first", beats=False), context.Event()
+    held, ends = take(tmp_path, "first", heartbeats=False), context.Event()
     child = context.Process(target=ends.wait, daemon=True)
     child.start()
     held.begin()
@@ -93,13 +93,13 @@ def test_a_child_does_not_keep_the_lock_of_a_holder_that_has_ended(tmp_path):
 
 
 def test_a_run_whose_other_hosts_go_on_is_not_dead_with_its_first(tmp_path, other):
-    """On this host the kernel frees the lock; the next host needs a moment until it takes over and beats."""
+    """On this host the kernel frees the lock; the next host needs a moment until it takes over and heartbeats."""
     other.kill()
     other.join()
     written(tmp_path, others=True)
-    takes_over = threading.Timer(0.2, lambda: written(tmp_path, boot="another host", beat=1))
+    takes_over = threading.Timer(0.2, lambda: written(tmp_path, boot="another host", heartbeat=1))
     takes_over.start()
-    with pytest.raises(CheckpointError, match="its beat goes on"):
+    with pytest.raises(CheckpointError, match="its heartbeat goes on"):
         take(tmp_path, "second", PATIENT_S)
     takes_over.join()
     with take(tmp_path, "second") as lock:
@@ -107,7 +107,7 @@ def test_a_run_whose_other_hosts_go_on_is_not_dead_with_its_first(tmp_path, othe
 
 
 def test_a_run_that_is_known_to_be_over_is_not_waited_for(tmp_path):
-    """Its beat on another host was waited for once already, at the run directory."""
+    """Its heartbeat on another host was waited for once already, at the run directory."""
     take(tmp_path, "first").release()
     written(tmp_path, boot="another host", released=False)
     with take(tmp_path, "second", patience_s=PATIENT_S, dead="first") as lock:
@@ -128,7 +128,7 @@ def test_a_directory_can_be_checked_without_taking_it(tmp_path, other):
 def test_another_leader_of_the_same_run_takes_over_and_the_old_one_notices(tmp_path):
     old = take(tmp_path, "run")
     new = take(tmp_path, "run")
-    old._thread.join()  # its next beat is its last
+    old._thread.join()  # its next heartbeat is its last
     with pytest.raises(CheckpointError, match="taken over by another process of this run"):
         old.check()
     new.check()
@@ -143,7 +143,7 @@ def test_a_last_beat_of_the_old_leader_does_not_take_the_lock_back(tmp_path):
         old._thread.join()
         with (tmp_path / "lock").open(
             "r+b", buffering=0
-        ) as file:  # as a beat is written: in place, never empty in between
+        ) as file:  # as a heartbeat is written: in place, never empty in between
             file.write(before)
         looked = threading.Event()
         while json.loads(before)["token"] in (tmp_path / "lock").read_text():
@@ -175,7 +175,7 @@ def test_after_a_release_the_directory_is_free_at_once(tmp_path):
 
 
 def test_a_release_waits_for_a_beat_that_is_being_written(tmp_path, monkeypatch):
-    """On a busy machine that takes longer than some beats."""
+    """On a busy machine that takes longer than some heartbeats."""
     writing, done, write = threading.Event(), threading.Event(), directory_lock._write
 
     def slow(*arguments):
@@ -197,16 +197,16 @@ def test_a_holder_on_another_host_is_alive_while_its_beat_goes_on(tmp_path):
     stop = threading.Event()
 
     def far_away():
-        beat = 0
+        heartbeat = 0
         while not stop.wait(BEAT_S):
-            beat += 1
-            written(tmp_path, boot="another host", released=False, beat=beat)
+            heartbeat += 1
+            written(tmp_path, boot="another host", released=False, heartbeat=heartbeat)
 
     written(tmp_path, boot="another host", released=False)
     thread = threading.Thread(target=far_away)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match="in use by .*its beat goes on"):
+        with pytest.raises(CheckpointError, match="in use by .*its heartbeat goes on"):
             take(tmp_path, "second", PATIENT_S)
     finally:
         stop.set()
@@ -235,7 +235,7 @@ def test_a_lock_file_that_was_removed_is_noticed(tmp_path, change):
 
 def test_where_files_cannot_be_locked_the_beat_decides(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ft.utils.directory_lock.shared_file.lock", lambda fd: None)
-    with take(tmp_path, "first"), pytest.raises(CheckpointError, match="its beat goes on"):
+    with take(tmp_path, "first"), pytest.raises(CheckpointError, match="its heartbeat goes on"):
         take(tmp_path, "second", PATIENT_S)
     with take(tmp_path, "second") as lock:
         lock.check()
@@ -250,7 +250,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 
 def test_a_lock_whose_thread_ends_by_a_bug_is_lost(tmp_path, monkeypatch):
-    """Without beats another job takes the directory; this one must not write there any more."""
+    """Without heartbeats another job takes the directory; this one must not write there any more."""
 
     def fails(fd, record) -> None:
         raise ZeroDivisionError("of a test")

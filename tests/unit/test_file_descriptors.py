@@ -48,14 +48,15 @@ def test_agents_hear_each_other(crowded):
     key = Secret.new()
     both = [HeartbeatService("127.0.0.1", rank, key, 60.0) for rank in range(2)]
     try:
-        for rank, beats in enumerate(both):
-            beats.add({1 - rank: ("127.0.0.1", both[1 - rank].port)})
+        for rank, heartbeats in enumerate(both):
+            heartbeats.add({1 - rank: ("127.0.0.1", both[1 - rank].port)})
         await_(
-            lambda: all(beats._others[1 - rank].beats > 2 for rank, beats in enumerate(both)), "beats arrive at both"
+            lambda: all(heartbeats._others[1 - rank].heartbeats > 2 for rank, heartbeats in enumerate(both)),
+            "heartbeats arrive at both",
         )
     finally:
-        for beats in both:
-            beats.close()
+        for heartbeats in both:
+            heartbeats.close()
 
 
 def test_ranks_of_a_group_hear_each_other(crowded):

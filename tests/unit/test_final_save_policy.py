@@ -20,14 +20,14 @@ class Store:
 
     saved: str = ""
     claims: list[str] = field(default_factory=list)
-    beats: dict[int, int] = field(default_factory=dict)
+    heartbeats: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
     def newest(self) -> Claim | None:
         number = len(self.claims) - 1
         if number < 0:
             return None
-        return Claim(number, self.claims[number], self.beats.get(number, 0), self.failed.get(number, ""))
+        return Claim(number, self.claims[number], self.heartbeats.get(number, 0), self.failed.get(number, ""))
 
 
 class Group:
@@ -61,7 +61,7 @@ class Group:
         elif self.fate == "fails" and took == WRITES_S - 1:
             self.store.failed[number], self.writing = "disk full", None
         elif took < WRITES_S:
-            self.store.beats[number] = self.store.beats.get(number, 0) + 1
+            self.store.heartbeats[number] = self.store.heartbeats.get(number, 0) + 1
         else:
             self.store.saved, self.writing = self.own, None
 
@@ -92,8 +92,8 @@ def test_the_model_is_saved_if_any_group_can_and_every_wait_ends(fates, begins, 
 
 def test_a_writer_that_shows_that_it_works_keeps_its_claim_for_as_long_as_it_takes():
     waiter = Waiter("1", LEASE_S, 0.0)
-    for beats in range(100):
-        waiter, action = look(waiter, False, Claim(0, "0", beats), beats * 0.9 * LEASE_S)
+    for heartbeats in range(100):
+        waiter, action = look(waiter, False, Claim(0, "0", heartbeats), heartbeats * 0.9 * LEASE_S)
         assert action == "wait"
     assert look(waiter, False, Claim(0, "0", 99), 101 * LEASE_S)[1] == "claim"
 

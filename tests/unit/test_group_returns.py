@@ -338,7 +338,7 @@ class Hosts:
         return [*parts_of(0, [(0, 0)]), *parts_of(1, [(1, 0)]), *parts_of(2, self.ranks)]
 
     @property
-    def beats(self):
+    def heartbeats(self):
         return SimpleNamespace(silent=lambda: self.silent, known=lambda: self.known)
 
     def name(self, host):

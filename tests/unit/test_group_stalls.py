@@ -93,10 +93,10 @@ class Agent:
     """One of two or more hosts, each with the group of its number; ``keys`` is what they share."""
 
     def __init__(self, host, keys, hosts=2, silent=(), away=False):
-        used, beats = set(range(hosts)), SimpleNamespace(silent=lambda: set(silent))
+        used, heartbeats = set(range(hosts)), SimpleNamespace(silent=lambda: set(silent))
         seats = SimpleNamespace(view=View(0, tuple(range(hosts)), ""))
         voice = SimpleNamespace(put=lambda key, value: keys.update({key: value}) or True, get=keys.get, away=away)
-        place = SimpleNamespace(place=SimpleNamespace(rank=host), used=used, beats=beats)
+        place = SimpleNamespace(place=SimpleNamespace(rank=host), used=used, heartbeats=heartbeats)
         self.noted, self.host = [], host
         note = lambda event, **fields: self.noted.append((event, fields))  # noqa: E731
         settings = DetectorConfig(hang_timeout_s=60.0)

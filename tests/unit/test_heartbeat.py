@@ -1,4 +1,4 @@
-"""Beats between agents: only those that another agent of the run has just sent count."""
+"""Heartbeats between agents: only those that another agent of the run has just sent count."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def hosts():
 
 
 def heard(host: HeartbeatService, *datagrams: bytes) -> int:
-    """Return how many of these count as beats of host 0."""
+    """Return how many of these count as heartbeats of host 0."""
     host.listen_to([0])
-    host._others[0].beats = 0
+    host._others[0].heartbeats = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
         for data in datagrams:
             mouth.sendto(data, host._socket.getsockname())
             assert file_descriptors.readable(host._socket, 60)
             host._receive()
-    return host._others[0].beats
+    return host._others[0].heartbeats
 
 
-def beat(host: HeartbeatService, to: int, count: int, said: Said = NOTHING) -> bytes:
+def heartbeat(host: HeartbeatService, to: int, count: int, said: Said = NOTHING) -> bytes:
     return host._message(host._rank, to, count, said)
 
 
@@ -47,7 +47,7 @@ def test_hosts_hear_each_other(hosts):
     addresses = {number: (f"127.0.0.{number + 1}", host.port) for number, host in enumerate(hosts)}
     for host in hosts:
         host.add(addresses)
-    await_(lambda: all(other.beats > 2 for host in hosts for other in host._others.values()), "all are heard")
+    await_(lambda: all(other.heartbeats > 2 for host in hosts for other in host._others.values()), "all are heard")
     assert not any(host.silent() for host in hosts) and all(len(host.known()) == 2 for host in hosts)
 
 
@@ -63,8 +63,10 @@ def test_a_flood_of_a_stranger_does_not_reach_the_buffer_while_all_hosts_are_hea
         with socket.socket(hosts[0]._socket.family, socket.SOCK_DGRAM) as stranger:
             for _ in range(10_000):
                 stranger.sendto(_MAGIC.ljust(MESSAGE_BYTES, b"x"), addresses[0])
-        before = {rank: other.beats for rank, other in hosts[0]._others.items()}
-        await_(lambda: all(hosts[0]._others[rank].beats > before[rank] + 1 for rank in before), "all are still heard")
+        before = {rank: other.heartbeats for rank, other in hosts[0]._others.items()}
+        await_(
+            lambda: all(hosts[0]._others[rank].heartbeats > before[rank] + 1 for rank in before), "all are still heard"
+        )
         assert dropped(hosts[0]._socket) >= 10_000, "by the filter"
         hosts[1].close()
         await_(lambda: hosts[0]._passed is None, "a host that comes back may have another address", 60)
@@ -85,10 +87,10 @@ def dropped(udp: socket.socket) -> int:
 
 def test_a_beat_counts_once_and_only_at_the_host_it_was_sent_to(hosts):
     first, second, third = hosts
-    said = [beat(first, 1, count) for count in (1, 2, 3)]
+    said = [heartbeat(first, 1, count) for count in (1, 2, 3)]
     assert heard(second, *said) == 3
     assert heard(second, *said) == 0, "they were sent again"
-    assert heard(second, beat(first, 1, 4)) == 1
+    assert heard(second, heartbeat(first, 1, 4)) == 1
     assert heard(third, *said) == 0, "they were for another host"
 
 
@@ -100,7 +102,7 @@ def test_beats_carry_their_hosts_knowledge_of_the_control_store(hosts):
         host.add(addresses)
     await_(lambda: second.said() == {0: Said(3, True)}, "it is heard; nothing is known of a host that was never heard")
     first.says = Said(4, False)
-    await_(lambda: second.said() == {0: Said(4, False)}, "the newest beat counts")
+    await_(lambda: second.said() == {0: Said(4, False)}, "the newest heartbeat counts")
     second.least_s = 0.0
     first.close()
     await_(lambda: second.said() == {}, "it is silent")
@@ -111,7 +113,7 @@ def test_hosts_agree_by_their_beats_that_one_is_lost(hosts):
     for host in hosts:
         host.least_s, host.agreed_s = 1e9, 0.2
         host.add(addresses)
-    await_(lambda: all(other.beats > 2 for host in hosts for other in host._others.values()), "all are heard")
+    await_(lambda: all(other.heartbeats > 2 for host in hosts for other in host._others.values()), "all are heard")
     first, second, third = hosts
     woken = queue.SimpleQueue()
     first.changed = lambda: woken.put(True)
@@ -125,10 +127,10 @@ def test_hosts_agree_by_their_beats_that_one_is_lost(hosts):
 def test_a_forged_beat_does_not_count(hosts):
     first, second, _ = hosts
     stranger = HeartbeatService("127.0.0.9", 0, SECRET.of("another run"), 5.0)
-    good = beat(first, 1, 7)
+    good = heartbeat(first, 1, 7)
     changed = [good[:12] + (9).to_bytes(8, "big") + good[20:], good[:24] + b"\x01" + good[25:]]
     changed += [good[:25] + (2).to_bytes(4, "big") + good[29:]]
     changed += [good[:-1] + bytes([good[-1] ^ 1]), good[:-1], b"", good * 2]
-    assert heard(second, beat(stranger, 1, 5), *changed, bytes(len(good))) == 0
+    assert heard(second, heartbeat(stranger, 1, 5), *changed, bytes(len(good))) == 0
     assert heard(second, good) == 1, "no forged counter has got ahead of it"
     stranger.close()

@@ -54,7 +54,7 @@ def known(notices, view: View) -> dict[str, object]:
     """Return all that a process goes by which hears these from the beginning, with ``view`` standing."""
     place = group_locations.GroupLocations()
     dead, asking, leaving, gone, missed = {}, {}, {}, {}, {}
-    broken, deadly, cards, ranks, refused, stops = {}, {}, {}, {}, set(), set()
+    broken, deadly, host_records, ranks, refused, stops = {}, {}, {}, {}, set(), set()
     saves, over, dismissed = (-1, -1), False, set()
     for signal in notices:
         place, verdicts = group_locations.apply(place, signal)
@@ -80,7 +80,7 @@ def known(notices, view: View) -> dict[str, object]:
                 case detector.LeaveRequested(group=g):
                     dismissed.add(g)
                 case detector.HostAssigned(host=host, port=port, ranks=own, incarnation=n):
-                    cards[host] = port
+                    host_records[host] = port
                     for rank in own:
                         if n > ranks.get(rank, (-1,))[0]:
                             ranks[rank] = (n, host)
@@ -93,7 +93,7 @@ def known(notices, view: View) -> dict[str, object]:
                 case detector.RunFinished():
                     over = True
     return {
-        "dead": dead, "asking": asking, "leaving": leaving, "deadly": deadly, "broken": broken, "cards": cards,
+        "dead": dead, "asking": asking, "leaving": leaving, "deadly": deadly, "broken": broken, "host_records": host_records,
         "missed": {pair for pair, yes in missed.items() if yes}, "moved": place.moved, "dismissed": dismissed,
         "ranks": {rank: n for rank, (n, _) in ranks.items()}, "refused": refused, "saves": saves, "stops": stops,
         "over": over,

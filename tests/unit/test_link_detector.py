@@ -15,13 +15,13 @@ hosts = st.integers(2, 6).flatmap(lambda n: st.just([(2 * k, 2 * k + 1) for k in
 
 
 def heard(peer, gaps_s, least_s=LEAST, step_s=BEAT):
-    """Return a detector that got one beat after each gap; it is looked at every ``step_s``."""
+    """Return a detector that got one heartbeat after each gap; it is looked at every ``step_s``."""
     now = 0.0 if peer.looked is None else peer.looked
     for gap_s in gaps_s:
         for _ in range(round(gap_s / step_s)):
             now += step_s
-            peer = listen(peer, peer.beats, now, least_s)
-        peer = listen(peer, peer.beats + 1, now, least_s)
+            peer = listen(peer, peer.heartbeats, now, least_s)
+        peer = listen(peer, peer.heartbeats + 1, now, least_s)
     return peer
 
 
@@ -30,7 +30,7 @@ def silence(peer, least_s=LEAST, step_s=BEAT):
     now, since = peer.looked, peer.looked
     while not peer.lost:
         now += step_s
-        peer = listen(peer, peer.beats, now, least_s)
+        peer = listen(peer, peer.heartbeats, now, least_s)
     return now - since
 
 
@@ -39,7 +39,7 @@ def test_silence_counts_after_the_least_time():
 
 
 def test_a_busy_host_is_given_more_time_and_that_is_forgotten():
-    """Gaps of half a second are the habit of the host: silence is three times as long. After a thousand regular beats
+    """Gaps of half a second are the habit of the host: silence is three times as long. After a thousand regular heartbeats
     it is not."""
     busy = heard(Peer(), [0.5] * 20)
     assert silence(busy) > 1.4
@@ -64,7 +64,7 @@ def test_an_outage_is_not_learned():
     now = peer.looked
     for _ in range(600):
         now += BEAT
-        peer = listen(peer, peer.beats, now, LEAST)
+        peer = listen(peer, peer.heartbeats, now, LEAST)
     assert peer.lost
     peer = heard(peer, [BEAT] * 5)
     assert not peer.lost and silence(peer) == pytest.approx(LEAST + BEAT, abs=0.15)
@@ -73,20 +73,20 @@ def test_an_outage_is_not_learned():
 @given(st.floats(1, 1e6))
 def test_time_in_which_the_agent_did_not_run_is_no_silence(gap_s):
     peer = listen(heard(Peer(), [BEAT] * 3), 3, 1.0, LEAST)
-    peer = listen(peer, peer.beats, 1.0 + gap_s, LEAST)
+    peer = listen(peer, peer.heartbeats, 1.0 + gap_s, LEAST)
     assert not peer.lost and peer.silent_s <= 2 * LISTEN_S
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40))
 def test_only_a_host_that_was_silent_for_long_enough_is_lost(looks):
-    peer, beats, now, silent_s = Peer(), 0, 0.0, 0.0
-    for ticks, beat in looks:
+    peer, heartbeats, now, silent_s = Peer(), 0, 0.0, 0.0
+    for ticks, heartbeat in looks:
         now += ticks / 128  # sums of such times are exact
-        beats += beat
+        heartbeats += heartbeat
         silent_s = silent_s + ticks / 128  # at least the time that the peer may count
-        peer = listen(peer, beats, now, LEAST)
+        peer = listen(peer, heartbeats, now, LEAST)
         assert not peer.lost or silent_s > LEAST
-        silent_s = 0.0 if beat else silent_s
+        silent_s = 0.0 if heartbeat else silent_s
 
 
 # --- which hosts leave ------------------------------------------------------------------------------------------------

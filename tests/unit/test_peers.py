@@ -26,7 +26,7 @@ def hosts(tmp_path, monkeypatch):
     monkeypatch.setattr(Hosts, "_boot_store", lambda *_: None)  # no host is asked
     made = Hosts(Place(hosts=2, rank=4, store="127.0.0.1:1"), CONFIG, 1.0, tmp_path, "run")
     yield made
-    made.beats.close()
+    made.heartbeats.close()
     made.keeper.close()
 
 
@@ -56,7 +56,7 @@ def test_the_newest_start_of_a_group_determines_its_host_in_whatever_order_it_is
 
 def test_a_host_that_does_not_hear_another_corrects_which_groups_that_has(hosts, monkeypatch):
     hosts.on_signal(housed(0, 0)), hosts.on_signal(housed(1, 0))
-    monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
+    monkeypatch.setattr(hosts.heartbeats, "silences", lambda: [Change(1, 2.5, heard=False)])
     hosts.move(4, [(0, 0)], 1)
     said = hosts.signal(Change(1, 1.0, heard=False))
     assert said.units == ((0,), (1,))
@@ -68,7 +68,7 @@ def test_a_host_that_does_not_hear_another_corrects_which_groups_that_has(hosts,
 
 def test_a_spare_that_takes_a_group_over_accuses_in_its_name_the_hosts_it_does_not_hear(hosts, monkeypatch):
     hosts.on_signal(housed(0, 0)), hosts.on_signal(housed(1, 0))
-    monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
+    monkeypatch.setattr(hosts.heartbeats, "silences", lambda: [Change(1, 2.5, heard=False)])
     taken_back, now = hosts.move(4, [(0, 0)], 1)
     assert taken_back.heard and taken_back.units == ((), (1,))
     assert not now.heard and now.units == ((0,), (1,)) and now.since == ((0, 1),)
@@ -120,7 +120,7 @@ def test_a_host_that_waits_says_for_whom_and_where_it_listens(tmp_path, monkeypa
         with pytest.raises(LaunchError, match="host [12] of 3 has not come to 127.0.0.1:.*check that it reaches that"):
             made.meet()
     finally:
-        made.beats.close()
+        made.heartbeats.close()
         made.keeper.close()
     assert lines[0].startswith(f"{line}the control store is at {made.store_address}, this host at 127.0.0.1 (")
 
@@ -132,7 +132,7 @@ def test_the_first_claim_has_the_stores_address_by_whichever_host_it_is_made(tmp
 
         def host(rank: int, address: str) -> Hosts:
             made = Hosts(Place(hosts=2, rank=rank, store=address, grows=True), config, 1.0, tmp_path, "run")
-            ends.callback(made.beats.close)
+            ends.callback(made.heartbeats.close)
             ends.callback(made.keeper.close)
             return made
 

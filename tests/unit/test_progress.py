@@ -151,7 +151,7 @@ def test_status_shows_where_a_run_stands_and_how_it_ended(tmp_path, capsys):
 
 def test_status_of_a_killed_run_says_so(tmp_path):
     """Its record has no last line, its list of ranks is not emptied."""
-    held = directory_lock.take(tmp_path, "abc", kind=directory_lock.RUN, beats=False)
+    held = directory_lock.take(tmp_path, "abc", kind=directory_lock.RUN, heartbeats=False)
     (tmp_path / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 2}))
     history.append(tmp_path, "begin", t=steady_clock.now() - 7300, steps=10)
     history.append(tmp_path, "step", t=steady_clock.now() - 7200, step=3, loss=1.5, duration_s=0.5, live=[0, 1])

@@ -171,7 +171,7 @@ def test_hosts_take_orders_from_nobody_who_only_listens_at_the_address_of_host_0
         assert "No such file" in capsys.readouterr().err, "host 0 has not begun"
         with meeting.announced(replace(where, secret=Secret.new(), secret_by_file=True), listener):
             assert cli.main([*own, "--patience-s", "0"]) == 2
-        assert "closed the connection" in capsys.readouterr().err and not stranger.cards
+        assert "closed the connection" in capsys.readouterr().err and not stranger.host_records
     finally:
         stranger.close()
 
@@ -185,7 +185,7 @@ def test_hosts_meet_at_a_given_address_with_a_secret_from_the_shared_directory(t
     other = threading.Thread(target=lambda: ends.append(host_orders.attend(replace(where, rank=1), HostPart())))
     other.start()
     with qualification._hub(where) as (hub, _):
-        assert sorted(hub.cards) == [0, 1]
+        assert sorted(hub.host_records) == [0, 1]
         hub.end(0, "fine")
     other.join()
     assert ends == [(0, "fine")] and list(tmp_path.iterdir()) == []

@@ -37,8 +37,8 @@ def run(samples, limits=None, step_s=LOOK):
     return health
 
 
-def working(progress, state="R", beats=0, cpu_s=0.0, phase="working"):
-    return Sample(state, cpu_s, beats, progress, phase)
+def working(progress, state="R", heartbeats=0, cpu_s=0.0, phase="working"):
+    return Sample(state, cpu_s, heartbeats, progress, phase)
 
 
 def warm(pieces=4, looks=2):
@@ -60,7 +60,7 @@ def test_a_short_stop_is_none():
 @pytest.mark.parametrize(
     "sample, words",
     [
-        (working(4, beats=7), "its Python does not run (something holds the GIL)"),
+        (working(4, heartbeats=7), "its Python does not run (something holds the GIL)"),
         (working(4, state="D"), "inside the kernel (state D"),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_stuck_rank_is_given_up_with_the_place_of_its_hang(sample, words):
 
 
 def test_python_that_runs_is_told_apart():
-    samples = [(working(4, beats=beat, cpu_s=beat / 10), 1) for beat in range(2000)]
+    samples = [(working(4, heartbeats=heartbeat, cpu_s=heartbeat / 10), 1) for heartbeat in range(2000)]
     _, why = run([*warm(), *samples])
     assert "its Python runs, the training thread does not return, it uses the processor" in why
 
@@ -186,7 +186,7 @@ def test_storage_is_away_when_several_hosts_miss_it_or_no_group_would_be_left(st
         assert is_outage(stuck | {more}, max(hosts, 2 if more[0] else 1), members) or not outage or hosts == 1
 
 
-@pytest.mark.parametrize("signs", [{"beats": 1}, {"cpu_s": 0.01}])
+@pytest.mark.parametrize("signs", [{"heartbeats": 1}, {"cpu_s": 0.01}])
 def test_two_short_stops_are_not_one_long_one(signs):
     """The agent itself was late, and has not seen the rank run in between."""
     health = run([*warm(), (working(4, state="T"), 2), (working(4, state="T", **signs), 2)])
@@ -228,7 +228,7 @@ def test_an_agent_reads_all_that_a_rank_writes_into_its_pulse(tmp_path):
     rank = progress_counters.ProgressCounters(path)
     has = lambda: (progress_counters.has_seat(path), progress_counters.has_state(path))  # noqa: E731
     assert progress_counters.read(path) == (0, 0, "outside", 0) and has() == (False, False)
-    for write in (*[rank.beat] * 3, *[rank.advance] * 2, rank.dataset, rank.take_state):
+    for write in (*[rank.heartbeat] * 3, *[rank.advance] * 2, rank.dataset, rank.take_state):
         write()
     rank.enter("waiting")
     assert progress_counters.read(path) == (3, 2, "waiting", 1) and has() == (False, True)
@@ -282,7 +282,7 @@ def await_beat(watched):
     """Wait until the Python of the rank has run since the last look; on a busy machine it may stand still for a
     second."""
     last, deadline = watched.health.last, time.monotonic() + 60
-    while last is not None and progress_counters.read(watched.pulse)[0] == last.beats:
+    while last is not None and progress_counters.read(watched.pulse)[0] == last.heartbeats:
         assert time.monotonic() < deadline, watched
         select.select([], [], [], 0.02)
 

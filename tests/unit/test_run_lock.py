@@ -61,7 +61,7 @@ def test_the_foremost_host_that_is_left_holds_both_directories(tmp_path):
     for path in files:
         record = json.loads(path.read_text())
         assert record["turn"] == 1
-        while json.loads(path.read_text())["beat"] <= record["beat"] + 1:
+        while json.loads(path.read_text())["heartbeat"] <= record["heartbeat"] + 1:
             threading.Event().wait(0.01)
     host_1.check(foremost=True)
     host_0.check(foremost=True)  # the host was only cut off, and its own run has the directory: no reason to end

@@ -282,7 +282,7 @@ def test_another_user_cannot_hold_a_lock_and_one_who_has_is_named(tmp_path, monk
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     try:
-        directory_lock.lock(place, "first", beats=False).release()
+        directory_lock.lock(place, "first", heartbeats=False).release()
         path = place / directory_lock.CHECKPOINTS.file
         as_stranger = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "flock", "-x", path]
         assert subprocess.run([*as_stranger, "true"], capture_output=True).returncode != 0
@@ -295,10 +295,10 @@ def test_another_user_cannot_hold_a_lock_and_one_who_has_is_named(tmp_path, monk
             with pytest.raises(
                 CheckpointError, match=rf"in use by no run, but .* held by pid {one.pid} of user 65534 \('flock"
             ):
-                directory_lock.lock(place, "second", beats=False)
+                directory_lock.lock(place, "second", heartbeats=False)
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             given(one.stdin).close()
-        directory_lock.lock(place, "second", beats=False).release()
+        directory_lock.lock(place, "second", heartbeats=False).release()
     finally:
         shutil.rmtree(place)
 

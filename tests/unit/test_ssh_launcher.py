@@ -200,8 +200,8 @@ def test_a_living_agent_is_not_started_twice_and_ends_on_request(agent, tmp_path
     first = agent(FOREVER)
     await_(lambda: said(first)["pid"], "it runs")
     assert agent(FOREVER, "b", before=[first]) == first and not (tmp_path / "b.json").exists()
-    beat = said(first)["beat"]
-    await_(lambda: said(first)["beat"] > beat, "the beat grows")
+    heartbeat = said(first)["heartbeat"]
+    await_(lambda: said(first)["heartbeat"] > heartbeat, "the heartbeat grows")
     ask("end", state=str(first), patience_s=30.0)
     await_(lambda: said(first)["code"] is not None, "it has ended")
     assert said(first)["code"] == 128 + signal.SIGTERM
@@ -234,7 +234,7 @@ def test_another_process_with_the_pid_of_an_agent_is_not_killed(tmp_path):
         "pid": os.getpid(),
         "start": remote.started(os.getpid()) - 1,
         "host": os.uname().nodename,
-        "beat": 0,
+        "heartbeat": 0,
         "code": None,
     }
     state.write_text(json.dumps(me))

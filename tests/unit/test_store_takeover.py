@@ -45,9 +45,9 @@ class Agent:
         self.locator = Locator(Log(directory, "run", SECRET), OLD)
         self.locator.poll()
         self.said = {2: Said(0, False)}
-        self.beats = SimpleNamespace(said=lambda: self.said, says=Said(), silences=lambda: [])
+        self.heartbeats = SimpleNamespace(said=lambda: self.said, says=Said(), silences=lambda: [])
         hosts = SimpleNamespace(
-            beats=self.beats,
+            heartbeats=self.heartbeats,
             place=SimpleNamespace(rank=1),
             keeper=self.keeper,
             housing=lambda live: frozenset(live),
@@ -87,7 +87,7 @@ def test_the_next_host_takes_the_store_over_and_tells_its_ranks_and_the_other_ho
     assert agent.claims() == [(0, OLD), (1, OWN)] and agent.keeper.serves
     assert agent.told.read_text() == "1" and agent.moved.called and agent.locator.text == OWN
     agent.look()
-    assert agent.beats.says == Said(1, True)
+    assert agent.heartbeats.says == Said(1, True)
 
 
 def test_a_store_that_does_not_answer_is_asked_once_before_a_host_that_hears_half_of_the_hosts_takes_it_over(agent):
@@ -113,7 +113,7 @@ def test_a_host_whose_group_has_joined_takes_over_although_it_has_not_read_that_
 def test_nothing_is_taken_over_while_another_host_reaches_the_stores_host(agent):
     agent.said = {2: Said(0, True)}
     agent.look()
-    assert agent.claims() == [(0, OLD)] and agent.beats.says == Said(0, False)
+    assert agent.claims() == [(0, OLD)] and agent.heartbeats.says == Said(0, False)
 
 
 def test_a_host_that_was_faster_is_followed_and_not_the_one_before_it(agent):

@@ -221,7 +221,7 @@ def test_a_supervisor_that_was_silent_is_off_duty_when_it_is_back(tmp_path, here
     first, second = (supervisor.Supervisor(*own, waits) for waits in (False, True))
 
     def on_duty(one: supervisor.Supervisor) -> bool:
-        one._beat_at = -float("inf")
+        one._heartbeat_at = -float("inf")
         return one._on_duty()
 
     def after_a_silence(one: supervisor.Supervisor) -> bool:

@@ -16,7 +16,7 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.host.heartbeat import HeartbeatService
 from megatron_ft.run.collectives.base import Broken, Over
 from megatron_ft.run.collectives.gloo_communicator import PointToPoint
-from megatron_ft.run.store import key_sweeper, watcher
+from megatron_ft.run.store import garbage_collection, watcher
 from megatron_ft.utils import vital_thread
 from tests import support
 from tests.stores import await_
@@ -86,12 +86,12 @@ def test_an_agent_does_not_go_on_without_its_beats(monkeypatch):
         raise ZeroDivisionError("of a test")
 
     monkeypatch.setattr(HeartbeatService, "_send", fails)
-    beats = HeartbeatService("127.0.0.1", 0, support.SECRET.of("beats", "run"), 1.0)
-    beats.add({1: ("127.0.0.1", 9)})
-    await_(lambda: not beats._thread.is_alive(), "its thread has ended")
+    heartbeats = HeartbeatService("127.0.0.1", 0, support.SECRET.of("heartbeats", "run"), 1.0)
+    heartbeats.add({1: ("127.0.0.1", 9)})
+    await_(lambda: not heartbeats._thread.is_alive(), "its thread has ended")
     with pytest.raises(ZeroDivisionError, match="of a test"):
-        beats.changes()
-    beats.close()
+        heartbeats.changes()
+    heartbeats.close()
 
 
 def test_a_send_that_fails_in_any_way_is_not_done():
@@ -102,18 +102,23 @@ def test_a_send_that_fails_in_any_way_is_not_done():
         PointToPoint(SimpleNamespace(wait=wait), Over(), timeout_s=60.0).wait()
 
 
-def test_a_sweeper_goes_on_after_a_bug_in_one_sweep(monkeypatch, caplog):
-    sweeps: list[int] = []
+def test_a_garbage_collector_goes_on_after_a_bug_in_one_collection(monkeypatch, caplog):
+    collections: list[int] = []
 
-    def sweep(self: key_sweeper.Sweeper) -> None:
-        sweeps.append(1)
+    def collect(self: garbage_collection.GarbageCollector) -> None:
+        collections.append(1)
         raise ZeroDivisionError("of a test")
 
-    monkeypatch.setattr(key_sweeper, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(key_sweeper.Sweeper, "sweep", sweep)
-    sweeper = key_sweeper.Sweeper(SimpleNamespace(memory="a", cut=lambda: None), lambda group: True, first_view(2))
-    sweeper.start()
-    sweeper.on_signal(signals.ViewAgreed(1))
-    await_(lambda: len(sweeps) > 1, "it sweeps again")
-    sweeper.stop()
-    assert "a sweep of the control store raised ZeroDivisionError: of a test (test_vital_thread.py" in caplog.text
+    monkeypatch.setattr(garbage_collection, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(garbage_collection.GarbageCollector, "collect", collect)
+    collector = garbage_collection.GarbageCollector(
+        SimpleNamespace(memory="a", cut=lambda: None), lambda group: True, first_view(2)
+    )
+    collector.start()
+    collector.on_signal(signals.ViewAgreed(1))
+    await_(lambda: len(collections) > 1, "it collects again")
+    collector.stop()
+    assert (
+        "a garbage collection of the control store raised ZeroDivisionError: of a test (test_vital_thread.py"
+        in caplog.text
+    )

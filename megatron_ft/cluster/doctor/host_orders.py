@@ -26,7 +26,7 @@ _POLL_S = 0.1
 _HELLO_S = 5.0
 _END_S = 60.0
 """Time in which this host's own part ends what it has started."""
-_CARD = {"name", "address", "port"}
+_HOST_RECORD = {"name", "address", "port"}
 
 
 # --- every host -------------------------------------------------------------------------------------------------------
@@ -122,13 +122,13 @@ class Hub:
 
     Attributes:
         address: at which it listens.
-        cards: name, address and port of each host that has connected.
+        host records: name, address and port of each host that has connected.
         gone: reason for each host that takes part no longer.
     """
 
     def __init__(self, listener: socket.socket, where: Meeting, secret: Secret) -> None:
         self.address: str = listener.getsockname()[0]
-        self.cards: dict[int, dict[str, Any]] = {}
+        self.host_records: dict[int, dict[str, Any]] = {}
         self.gone: dict[int, str] = {}
         self._where = where
         self._channels: dict[int, Channel] = {}
@@ -189,18 +189,18 @@ class Hub:
                 self._channels[host].send({"do": "end", "code": 1, "line": line})
 
     def _welcome(self, connection: socket.socket, hello: Message) -> None:
-        rank, card = hello["rank"], hello["card"]
-        if not isinstance(rank, int) or not isinstance(card, dict) or not card.keys() >= _CARD:
-            raise ValueError("the first message has no rank or no card")
+        rank, host_record = hello["rank"], hello["host_record"]
+        if not isinstance(rank, int) or not isinstance(host_record, dict) or not host_record.keys() >= _HOST_RECORD:
+            raise ValueError("the first message has no rank or no host_record")
         channel = Channel(connection)
         with self._lock:
             refused = self._refusal(rank, hello)
             if not refused:
-                self._channels[rank], self.cards[rank] = channel, card
+                self._channels[rank], self.host_records[rank] = channel, host_record
                 try:
                     channel.send({"welcome": True})  # wait() takes the lock, so no order can precede it
                 except OSError:  # the host connects again
-                    del self._channels[rank], self.cards[rank]
+                    del self._channels[rank], self.host_records[rank]
                     raise
         if refused:
             channel.send({"refused": refused})
@@ -213,6 +213,6 @@ class Hub:
         if hello.get("hosts") != hosts or rank not in range(hosts):
             return f"--hosts is {hello.get('hosts')} on this host and {hosts} on host 0; give all hosts the same"
         if rank in self._channels:
-            card = self.cards[rank]
-            return f"--host-rank {rank} is taken by {card['name']} ({card['address']}); give each host its own"
+            host_record = self.host_records[rank]
+            return f"--host-rank {rank} is taken by {host_record['name']} ({host_record['address']}); give each host its own"
         return "" if self._open else "host 0 has begun without this host; start it on all hosts at the same time"

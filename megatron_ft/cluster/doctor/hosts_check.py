@@ -105,8 +105,8 @@ class HostPart(host_orders.Part):
 def _lead(where: Meeting, factor: float) -> Report:
     with host_orders.gathered(where, lambda: HostPart(where)) as hub:
         names = {rank: where.name(rank) for rank in range(where.hosts)}
-        report = Report(names | net.distinct_names(hub.cards))
-        report.raw["hosts"] = {str(rank): card for rank, card in sorted(hub.cards.items())}
+        report = Report(names | net.distinct_names(hub.host_records))
+        report.raw["hosts"] = {str(rank): host_record for rank, host_record in sorted(hub.host_records.items())}
         _present(report, hub, where)
         _own(report, hub.ask_all({"do": "examine"}, _ANSWER_S))
         _clocks(report, hub)
@@ -121,7 +121,7 @@ def _lead(where: Meeting, factor: float) -> Report:
 
 
 def _present(report: Report, hub: Hub, where: Meeting) -> None:
-    address, absent = hub.address, [rank for rank in range(where.hosts) if rank not in hub.cards]
+    address, absent = hub.address, [rank for rank in range(where.hosts) if rank not in hub.host_records]
     within = f"within {where.patience_s:g} s"
     if where.hosts > 2 and len(absent) == where.hosts - 1:
         remedy = f"start doctor on hosts {absent[0]} to {absent[-1]}, and check that they can connect to {address}"
@@ -281,7 +281,7 @@ def _measure(hub: Hub, ways: dict[int, int], rates: dict[outliers.Way, float], e
     Every host gets an order, also those that do not send: orders tell the hosts that host 0 still works.
     """
     present = set(hub.present)
-    to = {sender: hub.cards[receiver] for sender, receiver in ways.items() if {sender, receiver} <= present}
+    to = {sender: hub.host_records[receiver] for sender, receiver in ways.items() if {sender, receiver} <= present}
     orders = {host: {"do": "send", "to": to.get(host)} for host in present} if to else {}
     for sender, answer in hub.ask(orders, 2 * bandwidth.MAX_S).items():
         if sender in to:

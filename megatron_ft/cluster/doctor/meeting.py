@@ -246,8 +246,8 @@ def _join(where: tuple[str, int], meeting: Meeting, secret: Secret, listens: Cal
     connection = socket.create_connection(where, timeout=_CONNECT_S)
     try:
         own = meeting.address or connection.getsockname()[0]
-        card = {"name": socket.gethostname(), "address": own, "port": listens(own, secret)}
-        hello = {"rank": meeting.rank, "hosts": meeting.hosts, "job": meeting.job, "card": card}
+        host_record = {"name": socket.gethostname(), "address": own, "port": listens(own, secret)}
+        hello = {"rank": meeting.rank, "hosts": meeting.hosts, "job": meeting.job, "host_record": host_record}
         handshake.greet(connection, secret.of(MEET), hello, _WELCOME_S)
         channel = Channel(connection)
         answer = channel.receive(_WELCOME_S)

@@ -114,7 +114,7 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
 
     Raises ``LaunchError`` if one does not come."""
     with host_orders.gathered(where, HostPart) as hub:
-        if absent := [where.name(host) for host in range(where.hosts) if host not in hub.cards]:
+        if absent := [where.name(host) for host in range(where.hosts) if host not in hub.host_records]:
             hub.end(2, f"host 0 has not begun: {', '.join(absent)} did not come")
             raise LaunchError(
                 f"{', '.join(absent)} did not connect within {where.patience_s:g} s; start qualify on all hosts at the "
@@ -165,7 +165,7 @@ class _Lead:
         gpus = [len(facts["gpus"]) for facts in self._facts]
         groups = self._options.groups or device_seats.usual_groups(gpus)
         self.seats, no_nccl = device_seats.seats(groups, self._facts)
-        with _store(self._hub.cards[0]["address"]) as store:
+        with _store(self._hub.host_records[0]["address"]) as store:
             team = Team(self._hub, self.seats, store)
             self._environment(team)
             CommunicatorChecks("gloo", "cpu", team).run(found)
@@ -236,7 +236,9 @@ class _Lead:
             "seconds": round(time.time() - self._began, 1),
             "megatron_ft": megatron_ft.__version__,
             "groups": len(self.seats),
-            "hosts": [{"name": self._hub.cards[host]["name"], **facts} for host, facts in enumerate(self._facts)],
+            "hosts": [
+                {"name": self._hub.host_records[host]["name"], **facts} for host, facts in enumerate(self._facts)
+            ],
         }
         return self.found.to_json(about)
 

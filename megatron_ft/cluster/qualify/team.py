@@ -62,7 +62,7 @@ class Team:
                 "do": "enter",
                 "me": member,
                 "store": list(self._store),
-                "address": self._hub.cards[self._seats[member].host]["address"],
+                "address": self._hub.host_records[self._seats[member].host]["address"],
                 "device": self._seats[member].device,
             }
             for member in lacking

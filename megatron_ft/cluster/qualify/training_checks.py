@@ -152,7 +152,7 @@ class TrainingChecks:
         for number, host in enumerate(hosts):
             place = ["--hosts", len(hosts), "--host-rank", number]
             if len(hosts) > 1:
-                place += ["--job-id", f"{self.job}.{name}", "--address", self.hub.cards[host]["address"]]
+                place += ["--job-id", f"{self.job}.{name}", "--address", self.hub.host_records[host]["address"]]
             words = [
                 "launch",
                 "--groups",

@@ -44,14 +44,14 @@ class _Other:
 
     Attributes:
         count: the highest number of a heartbeat that was heard of it.
-        beats: the number of its heartbeats that counted.
+        heartbeats: the number of its heartbeats that counted.
         heard: local time of the last one.
         said: the content of the last one.
         peer: what is concluded from them.
     """
 
     count: int = 0
-    beats: int = 0
+    heartbeats: int = 0
     heard: float = 0.0
     said: Said | None = None
     peer: link_detector.Peer = link_detector.Peer()
@@ -83,7 +83,7 @@ class Listener:
         if other is None or count <= other.count:
             return False
         other.count, other.said, other.heard = count, said, now
-        other.beats += 1
+        other.heartbeats += 1
         return True
 
     def look(self, now: float) -> list[Change]:
@@ -91,7 +91,7 @@ class Listener:
         others = self._others
         before = {host: other.peer for host, other in others.items()}
         for other in others.values():
-            other.peer = link_detector.listen(other.peer, other.beats, now, self.least_s, other.heard)
+            other.peer = link_detector.listen(other.peer, other.heartbeats, now, self.least_s, other.heard)
         doubted = {host for host, other in others.items() if other.peer.lost or other.peer.rest_s(self.agreed_s) < 0.0}
         witnesses = self._witnesses()
         hosts = 1 + sum(not other.peer.lost for other in others.values())

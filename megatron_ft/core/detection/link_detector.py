@@ -1,7 +1,7 @@
 """Hosts that do not hear each other: the limit of a silence, and the hosts that leave.
 
-Every agent sends a beat to every other one, twenty times a second; if there are many hosts, to some
-(:func:`are_partners`). A missing beat has several possible causes: the other host is gone, or the way from it, or the
+Every agent sends a heartbeat to every other one, twenty times a second; if there are many hosts, to some
+(:func:`are_partners`). A missing heartbeat has several possible causes: the other host is gone, or the way from it, or the
 way *to* it, or it was too busy. So silence accuses a pair of hosts, not one of them, and the silences of all agents are
 combined before any host leaves (hard cases 12, 13):
 
@@ -10,12 +10,12 @@ combined before any host leaves (hard cases 12, 13):
 - among equals, a host that has not accused another leaves first: it is probably gone; then the one with fewer live
   groups; then the one with the higher number, so that all groups decide the same.
 
-One agent alone waits long, because the fault may be its own. Each beat says which hosts its sender *doubts*: those whose
-silence is three times the longest gap of that link, and at least ``agreed_s``. When all hosts that an agent hears doubt
-the same host as it does, and together are more than half of all hosts, it waits no longer (:func:`are_agreed`). The side of
-a cut that has no majority, two hosts, and hosts of which each hears only some wait for ``least_s``.
+One agent alone waits long, because the fault may be its own. Each heartbeat says which hosts its sender *doubts*: those
+whose silence is three times the longest gap of that link, and at least ``agreed_s``. When all hosts that an agent hears
+doubt the same host as it does, and together are more than half of all hosts, it waits no longer (:func:`are_agreed`). The
+side of a cut that has no majority, two hosts, and hosts of which each hears only some wait for ``least_s``.
 
-Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. A
+Assumes: heartbeats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. A
 host that was never heard may not know this host yet, and is waited for longer.
 """
 
@@ -32,22 +32,22 @@ LISTEN_S = 0.1
 AGREED = 3 / 8
 """``agreed_s`` as a part of ``least_s``."""
 FIRST_S = 30.0
-"""Least time in seconds for which the first beat of a host is awaited."""
+"""Least time in seconds for which the first heartbeat of a host is awaited."""
 _FACTOR = 3.0
 _MOST_S = 30.0
 """The limit of a silence grows no further, however slowly the gaps of a link have grown."""
 _GAP_FORGOTTEN = 0.9995
-"""The longest gap fades with every beat: half of it is forgotten after about 1,400, one minute and a quarter."""
+"""The longest gap fades with every heartbeat: half of it is forgotten after about 1,400, one minute and a quarter."""
 
 EVERYBODY = 32
-"""Up to this number of hosts, all send beats to each other."""
+"""Up to this number of hosts, all send heartbeats to each other."""
 
 Unit = tuple[GroupId, ...]
 """The groups of one host, which are reached, and lost, together."""
 
 
 def are_partners(one: int, other: int, hosts: int) -> bool:
-    """Return whether two of ``hosts`` hosts send beats to each other. A host that came later, with a number from
+    """Return whether two of ``hosts`` hosts send heartbeats to each other. A host that came later, with a number from
     ``hosts`` on, takes the place of that number modulo ``hosts``.
 
     Of many hosts, those that are 1, 2, 4, 8, ... numbers apart around the circle do: 2 log2(hosts) partners for each.
@@ -66,14 +66,14 @@ class Peer:
 
     Attributes:
         looked: local time of the last look, in seconds; None before the first.
-        beats: number of beats heard.
-        silent_s: seconds since the last beat.
-        longest_s: the longest gap between two beats in seconds, fading.
+        heartbeats: number of heartbeats heard.
+        silent_s: seconds since the last heartbeat.
+        longest_s: the longest gap between two heartbeats in seconds, fading.
         lost: the other is silent for longer than allowed.
     """
 
     looked: float | None = None
-    beats: int = 0
+    heartbeats: int = 0
     silent_s: float = 0.0
     longest_s: float = 0.0
     lost: bool = False
@@ -81,28 +81,28 @@ class Peer:
     def timeout_s(self, least_s: float) -> float:
         """Return the seconds a silence may last: three times the longest remembered gap, but at most 30 s, and at least
         ``least_s``."""
-        return max(least_s, min(_FACTOR * self.longest_s, _MOST_S) if self.beats else FIRST_S)
+        return max(least_s, min(_FACTOR * self.longest_s, _MOST_S) if self.heartbeats else FIRST_S)
 
     def rest_s(self, least_s: float) -> float:
         """Return the seconds until the silence is too long; below 0 if it is."""
         return self.timeout_s(least_s) - self.silent_s
 
 
-def listen(peer: Peer, beats: int, now: float, least_s: float, heard: float | None = None) -> Peer:
-    """Take in the number of beats heard so far, the last of them at ``heard`` (default: ``now``); ``lost`` of the result
-    tells whether the other is silent for too long."""
+def listen(peer: Peer, heartbeats: int, now: float, least_s: float, heard: float | None = None) -> Peer:
+    """Take in the number of heartbeats heard so far, the last of them at ``heard`` (default: ``now``); ``lost`` of the
+    result tells whether the other is silent for too long."""
     if peer.looked is None:
-        return replace(peer, looked=now, beats=beats)
+        return replace(peer, looked=now, heartbeats=heartbeats)
     passed_s = min(max(now - peer.looked, 0.0), LISTEN_S)
-    if beats == peer.beats:
+    if heartbeats == peer.heartbeats:
         peer = replace(peer, looked=now, silent_s=peer.silent_s + passed_s)
         return replace(peer, lost=peer.lost or peer.rest_s(least_s) < 0.0)
     since_s = min(max(now - (now if heard is None else heard), 0.0), passed_s)
     silent_s = peer.silent_s + passed_s - since_s
     # A silence that led to an accusation is an outage, and must not make the next one be noticed later; nor must the first.
-    faded_s = peer.longest_s * _GAP_FORGOTTEN ** (beats - peer.beats)
-    longest_s = peer.longest_s if peer.lost or not peer.beats else max(faded_s, silent_s)
-    return replace(peer, looked=now, beats=beats, silent_s=since_s, longest_s=longest_s, lost=False)
+    faded_s = peer.longest_s * _GAP_FORGOTTEN ** (heartbeats - peer.heartbeats)
+    longest_s = peer.longest_s if peer.lost or not peer.heartbeats else max(faded_s, silent_s)
+    return replace(peer, looked=now, heartbeats=heartbeats, silent_s=since_s, longest_s=longest_s, lost=False)
 
 
 def are_agreed(about: int, doubts: Mapping[int, Collection[int]], hosts: int) -> bool:

@@ -1,7 +1,7 @@
 """The health of a rank from its agent's samples: the rank is well, stuck, or only busy.
 
 Intuition. The agent is another process on the same host, so it can tell apart conditions that look the same from afar.
-The state in proc(5) tells whether the process runs at all, the beats of a thread that needs the GIL for a moment tell
+The state in proc(5) tells whether the process runs at all, the heartbeats of a thread that needs the GIL for a moment tell
 whether its Python runs, and a counter of finished work tells whether training gets on. Training is synchronous: a rank
 that waits for others is never the culprit, however long it takes; a rank that works is, when one piece of work takes
 many times longer than any before.
@@ -69,7 +69,7 @@ class Sample:
     Attributes:
         state: the letter of proc(5).
         cpu_s: processor time used so far, in seconds.
-        beats: number of beats of its Python so far.
+        heartbeats: number of heartbeats of its Python so far.
         progress: number of finished pieces of work so far.
         phase: activity of its training thread.
         dataset: number of beginnings and ends of calls of the dataset in any thread; odd during a call.
@@ -77,7 +77,7 @@ class Sample:
 
     state: str
     cpu_s: float
-    beats: int
+    heartbeats: int
     progress: int
     phase: Phase
     dataset: int = 0
@@ -104,7 +104,7 @@ class Health:
         looked: local time of the last look; None before the first.
         last: the last sample; None before the first.
         stopped_s: time for which it has been stopped.
-        silent_s: time without a beat.
+        silent_s: time without a heartbeat.
         still_s: time without progress.
         excused_s: the part of ``still_s`` that does not count, because storage was away for other groups, too.
         idle_s: time without use of the processor.
@@ -194,7 +194,9 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
     advanced = sample.progress != last.progress or sample.phase != last.phase
     # A stopped rank does not work, so the time must not be learned as the length of a piece of work.
     stopped = sample.state in "Tt"
-    ran = sample.beats != last.beats or sample.cpu_s != last.cpu_s  # so that two short stops are not one long one
+    ran = (
+        sample.heartbeats != last.heartbeats or sample.cpu_s != last.cpu_s
+    )  # so that two short stops are not one long one
     still_s = 0.0 if advanced else health.still_s + (0.0 if stopped else passed_s)
     worked = advanced and last.phase == "working"
     # A piece of work that took longer than its limit was held by an outage, and must not be learned either.
@@ -206,7 +208,7 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
         looked=now,
         last=sample,
         stopped_s=health.stopped_s + passed_s if stopped and last.state in "Tt" and not ran else 0.0,
-        silent_s=0.0 if sample.beats != last.beats else health.silent_s + passed_s,
+        silent_s=0.0 if sample.heartbeats != last.heartbeats else health.silent_s + passed_s,
         idle_s=0.0 if sample.cpu_s != last.cpu_s else health.idle_s + passed_s,
         storage_s=health.storage_s + passed_s if in_storage else 0.0,
         still_s=still_s,

@@ -1,7 +1,7 @@
 """The elements of a Slurm array job, each a job of one node with one agent: decisions only.
 
 Intuition. No element controls the others, any may be lost and come back, and Slurm starts them at different times. So
-each element writes now and then that it is alive and the state of its agent (a *beat*), and the decisions for all
+each element writes now and then that it is alive and the state of its agent (a *heartbeat*), and the decisions for all
 elements are written under numbers: begin a run with these hosts, the run is over, requeue. The first decision under a
 number counts, and the number of the decision to begin a run is also that of the run. The lowest element that is heard
 proposes it; if two elements take themselves for that one, no harm is done.
@@ -10,7 +10,7 @@ An element that is not among the hosts of the newest run, or has lost its agent,
 lost groups (``core.lifecycle.spare_policy``), and the elements only start agents. A run that no agent belongs to, and
 that has not reached its end, is begun again from its checkpoint; the same holds after all elements were requeued.
 
-Assumes: beats may be late, and those of dead elements stay; a silent element may be frozen and go on later; an element
+Assumes: heartbeats may be late, and those of dead elements stay; a silent element may be frozen and go on later; an element
 that was requeued has a higher count of restarts. Decisions carry the clock of their writer, in seconds since 1970.
 """
 
@@ -30,7 +30,7 @@ _SIGNALLED = 128
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """An element's report of itself.
 
     Attributes:
@@ -95,14 +95,14 @@ class Seen:
 
     Attributes:
         now: time of the look, in seconds since 1970.
-        beats: of the elements that are heard.
+        heartbeats: of the elements that are heard.
         unsure: of elements that are not heard yet, but have not been silent for long.
         outcome: exit code of the newest run by its record; None if the record has none.
     """
 
     now: float
-    beats: Mapping[ElementId, Beat]
-    unsure: Mapping[ElementId, Beat] = field(default_factory=dict)
+    heartbeats: Mapping[ElementId, Heartbeat]
+    unsure: Mapping[ElementId, Heartbeat] = field(default_factory=dict)
     outcome: int | None = None
 
 
@@ -122,7 +122,9 @@ def decide(made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | N
 def _ready(seen: Seen, newest: Decision | None) -> list[ElementId]:
     """Return the elements that could start an agent now."""
     before = newest.restarts if isinstance(newest, Requeue) else {}
-    return sorted(k for k, beat in seen.beats.items() if not beat.told and beat.restarts > before.get(k, -1))
+    return sorted(
+        k for k, heartbeat in seen.heartbeats.items() if not heartbeat.told and heartbeat.restarts > before.get(k, -1)
+    )
 
 
 def _begin(ready: Sequence[ElementId], seen: Seen, limits: Limits) -> Begin | None:
@@ -130,21 +132,21 @@ def _begin(ready: Sequence[ElementId], seen: Seen, limits: Limits) -> Begin | No
 
 
 def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | None:
-    number, beats = len(made) - 1, {**seen.unsure, **seen.beats}
+    number, heartbeats = len(made) - 1, {**seen.unsure, **seen.heartbeats}
     if seen.outcome == 0:
         return Finish(0, "the run has got to its end")
-    to_come = [k for k in run.hosts if k in beats and beats[k].run < number and not beats[k].told]
-    if to_come or working(number, beats):
+    to_come = [k for k in run.hosts if k in heartbeats and heartbeats[k].run < number and not heartbeats[k].told]
+    if to_come or working(number, heartbeats):
         return None
-    told = next((beat.told for beat in beats.values() if beat.told), "")
+    told = next((heartbeat.told for heartbeat in heartbeats.values() if heartbeat.told), "")
     cancelled = seen.outcome is not None and seen.outcome >= _SIGNALLED  # one element, and not the run
     code = None if cancelled else seen.outcome
-    refused = all(k in beats and beats[k].code == LaunchError.exit_code for k in run.hosts)
+    refused = all(k in heartbeats and heartbeats[k].code == LaunchError.exit_code for k in run.hosts)
     if refused and seen.outcome is None and not told:
         return Finish(LaunchError.exit_code, "the run could not be started; the elements' logs say why")
     match supervisor_policy.verdict(code, told, limits.whole):
         case supervisor_policy.Requeue(why=why):
-            return Requeue({k: beat.restarts for k, beat in seen.beats.items()}, why)
+            return Requeue({k: heartbeat.restarts for k, heartbeat in seen.heartbeats.items()}, why)
         case Finish() as finish:
             return finish
     again = [b.at for a, b in pairwise(made) if isinstance(a, Begin) and isinstance(b, Begin)]
@@ -156,14 +158,14 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
     return _begin(_ready(seen, run), seen, limits) if seen.now >= due else None
 
 
-def working(run: int, beats: Mapping[ElementId, Beat]) -> bool:
+def working(run: int, heartbeats: Mapping[ElementId, Heartbeat]) -> bool:
     """Return whether any element has an agent that belongs to that run."""
-    return any(beat.runs and not beat.asks and beat.run == run for beat in beats.values())
+    return any(heartbeat.runs and not heartbeat.asks and heartbeat.run == run for heartbeat in heartbeats.values())
 
 
-def overtaken(beat: Beat, made: Sequence[Decision]) -> bool:
+def overtaken(heartbeat: Heartbeat, made: Sequence[Decision]) -> bool:
     """Return whether the element's agent asks to be let into a run after which something else was decided."""
-    return beat.asks and beat.run < len(made) - 1
+    return heartbeat.asks and heartbeat.run < len(made) - 1
 
 
 # --- the actions of one element ---------------------------------------------------------------------------------------
@@ -205,32 +207,32 @@ class Own:
     """The state of this element.
 
     Attributes:
-        beat: its newest beat.
+        heartbeat: its newest heartbeat.
         failures: number of agents that were taken down or broke here.
         due: time in seconds since 1970 before which no further agent is started.
     """
 
-    beat: Beat
+    heartbeat: Heartbeat
     failures: int = 0
     due: float = 0.0
 
 
-def ended(own: Own, beat: Beat, now: float, quick: int) -> Own:
-    """Return the element's state after its agent has ended with ``beat.code``.
+def ended(own: Own, heartbeat: Heartbeat, now: float, quick: int) -> Own:
+    """Return the element's state after its agent has ended with ``heartbeat.code``.
 
     An agent that was taken down (a signal) or broke (code 1) counts against the node; other codes concern the run,
     whose state is looked at again after a pause. ``quick``: number of such ends in a row.
     """
-    broke = beat.code is not None and (beat.code < 0 or beat.code == 1 or beat.code >= _SIGNALLED)
-    return Own(beat, own.failures + broke, now + restart_policy.pause_s(quick + 1))
+    broke = heartbeat.code is not None and (heartbeat.code < 0 or heartbeat.code == 1 or heartbeat.code >= _SIGNALLED)
+    return Own(heartbeat, own.failures + broke, now + restart_policy.pause_s(quick + 1))
 
 
 def act(
-    own: Own, made: Sequence[Decision], others: Mapping[ElementId, Beat], now: float, limits: Limits
+    own: Own, made: Sequence[Decision], others: Mapping[ElementId, Heartbeat], now: float, limits: Limits
 ) -> Action | None:
-    """Return the action of this element, which has no agent now; None: wait. ``others``: beats of elements not known to
+    """Return the action of this element, which has no agent now; None: wait. ``others``: heartbeats of elements not known to
     be lost."""
-    newest, run, me = (made[-1] if made else None), len(made) - 1, own.beat
+    newest, run, me = (made[-1] if made else None), len(made) - 1, own.heartbeat
     match newest:
         case Finish():
             return newest
@@ -246,5 +248,5 @@ def act(
         return GiveBack(f"{own.failures} agents have ended there within one job", bad=True)
     if me.run == run and me.code == GroupLeft.exit_code:
         return None  # the group left in order, for maintenance of the node
-    there = {k: beat for k, beat in others.items() if k != me.element}
+    there = {k: heartbeat for k, heartbeat in others.items() if k != me.element}
     return Join(run) if now >= own.due and working(run, there) else None

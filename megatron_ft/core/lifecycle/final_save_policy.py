@@ -21,13 +21,13 @@ class Claim:
     Args:
         number: from 0.
         owner: name of the start of the group that has created it.
-        beats: how often its owner has shown that it works.
+        heartbeats: how often its owner has shown that it works.
         failed: why its owner could not write; empty as long as it may.
     """
 
     number: int
     owner: str
-    beats: int = 0
+    heartbeats: int = 0
     failed: str = ""
 
 

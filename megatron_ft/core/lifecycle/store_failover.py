@@ -118,8 +118,8 @@ class Outlook:
         me: number of its host.
         hosts: hosts with a member of the newest view that it knows, and its own host if a group there has entered a later
             view; without the members that the log has fenced (:func:`unfenced`).
-        heard: hosts whose beats arrive here, and this one.
-        reaching: of those heard, hosts whose beats say that they hear the store's host, or that the store answers them.
+        heard: hosts whose heartbeats arrive here, and this one.
+        reaching: of those heard, hosts whose heartbeats say that they hear the store's host, or that the store answers them.
         store: host of the newest claim.
         answers: True if the store answers this agent.
         seats: those of the groups on this host that may still live.

@@ -6,7 +6,7 @@ every start of a group. If they are never removed, a store fills up: with 1,024 
 
 A key of epoch e is not needed any more when the view of epoch e + 2 stands: a group can only be a member of that view if it
 has reported in epoch e + 1, and has therefore adopted the view of e + 1. A process that was stopped and has missed a
-view finds the oldest remaining one through the floor (``run.store.key_sweeper``), and sees there that it was left
+view finds the oldest remaining one through the floor (``run.store.garbage_collection``), and sees there that it was left
 out. The same distance is kept for the starts of a group.
 
 The notice log is not cut off at an epoch: a host that joins must learn where all ranks run, and a new rank must learn
@@ -164,7 +164,7 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
         case signals.LeaveRequested(group=group):
             return [(("dismissed", group), ())]
         case signals.HostAssigned(host=host, ranks=ranks, incarnation=number):
-            return [(("card", host), ()), *((("rank", rank), (number,)) for rank in ranks)]
+            return [(("host_record", host), ()), *((("rank", rank), (number,)) for rank in ranks)]
         case signals.RestartRefused(host=host, group=group):
             return [(("refused", host, group), ())]
         case Saves(epoch=epoch, at=at):

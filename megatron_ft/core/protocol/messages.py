@@ -238,7 +238,7 @@ class HostSilent:
         about: name of the host that is not heard.
         groups_by: the groups that ``by`` runs, whole or in part.
         groups_about: the groups that ``about`` runs, whole or in part.
-        silent_s: how long no beat came, in seconds.
+        silent_s: how long no heartbeat came, in seconds.
         heard: True if ``by`` hears ``about`` again, which withdraws the earlier notice.
         incarnation: of a group that has ranks on both hosts, the start that ``by`` made last.
         since: (group, start) of each group that came from another host: from that start on, ``by`` knows it where it is.

@@ -91,7 +91,7 @@ class HostAssigned:
         host: number of the host.
         name: its name.
         address: where its agent is reached.
-        port: of its agent, for beats.
+        port: of its agent, for heartbeats.
         copies: port of its agent, for copies of checkpoints.
         ranks: (group, position) of each rank: new ones, or those that another host had. Empty if the host is idle.
         incarnation: the host runs these ranks from this start of their groups on.

@@ -20,7 +20,16 @@ from megatron_ft import codec
 from megatron_ft.core.lifecycle.store_failover import Claim, Seat
 from megatron_ft.core.protocol import key_lifetimes, signals
 from megatron_ft.errors import StoreError
-from megatron_ft.run.store import AWAY, ControlStore, Locator, LogAway, StoreConflict, key_sweeper, patient, watcher
+from megatron_ft.run.store import (
+    AWAY,
+    ControlStore,
+    Locator,
+    LogAway,
+    StoreConflict,
+    garbage_collection,
+    patient,
+    watcher,
+)
 from megatron_ft.types import GroupId, Report, View, seat
 
 DONE = "done"
@@ -107,7 +116,7 @@ class CoordinationClient:
 
     def look_at_view(self, epoch: int) -> View | None:
         """Like :meth:`view`, for a group without a seat: it puts no view back after the store has forgotten."""
-        raw = self._ask(lambda: key_sweeper.find_view(self._store, epoch))
+        raw = self._ask(lambda: garbage_collection.find_view(self._store, epoch))
         return None if raw is None else View.from_json(raw)
 
     def _later_view(self, epoch: int) -> Any | None:
@@ -116,7 +125,7 @@ class CoordinationClient:
         if now - self._looked_at_floor < _FLOOR_S:
             return None
         self._looked_at_floor = now
-        return key_sweeper.find_view(self._store, epoch)
+        return garbage_collection.find_view(self._store, epoch)
 
     def fence(self, seats: Collection[Seat], reason: str) -> tuple[Claim, ...] | None:
         """Fence these seats by a claim; called before a view is proposed that leaves a group out.

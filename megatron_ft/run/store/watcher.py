@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ft.core.protocol import group_locations, signals
 from megatron_ft.errors import StoreError
-from megatron_ft.run.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory, key_sweeper
+from megatron_ft.run.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory, garbage_collection
 from megatron_ft.run.store.base import RETRY_PAUSE_S
 from megatron_ft.utils.vital_thread import VitalThread
 
@@ -108,7 +108,7 @@ class Watcher:
                 self._take(entry)
 
     def _skip(self) -> None:
-        memory, found = self._memory, key_sweeper.skipped(self._store, self._index)
+        memory, found = self._memory, garbage_collection.skipped(self._store, self._index)
         if found is None or self._store.memory != memory:
             return
         self._index, kept = found

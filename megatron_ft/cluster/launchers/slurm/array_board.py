@@ -1,7 +1,7 @@
-"""State that the elements of a Slurm array job share: files with the beat of each element and with their decisions.
+"""State that the elements of a Slurm array job share: files with the heartbeat of each element and with their decisions.
 
 ``core.lifecycle.array_policy`` interprets them. Failures assumed: a writer is killed at any moment (files are written
-atomically); clocks of hosts differ (a beat counts when it changes, by the reader's clock); the file system does not
+atomically); clocks of hosts differ (a heartbeat counts when it changes, by the reader's clock); the file system does not
 respond for a while (``OSError``).
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megatron_ft import codec
-from megatron_ft.core.lifecycle.array_policy import Beat, Decision, ElementId
+from megatron_ft.core.lifecycle.array_policy import Decision, ElementId, Heartbeat
 from megatron_ft.utils import shared_file
 
 SILENT_S = 30.0
 
 
 class ArrayState:
-    """The files of one array, ``beat-ELEMENT.json`` and ``decision-NUMBER.json``, as one of its elements sees them."""
+    """The files of one array, ``heartbeat-ELEMENT.json`` and ``decision-NUMBER.json``, as one of its elements sees them."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
@@ -32,23 +32,25 @@ class ArrayState:
         for place in (directory.parent, directory):
             shared_file.make_directory(place)
 
-    def beat(self, beat: Beat) -> None:
-        """Writes the beat of this element."""
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Writes the heartbeat of this element."""
         self._count += 1
-        said = {**codec.encode_fields(beat), "count": self._count}
-        shared_file.write_json(self._directory / f"beat-{beat.element}.json", said)
+        said = {**codec.encode_fields(heartbeat), "count": self._count}
+        shared_file.write_json(self._directory / f"heartbeat-{heartbeat.element}.json", said)
 
-    def last(self, element: ElementId) -> Beat | None:
-        """Returns the last beat of an element, which may be from an earlier start."""
+    def last(self, element: ElementId) -> Heartbeat | None:
+        """Returns the last heartbeat of an element, which may be from an earlier start."""
         text = self._text(element)
-        return None if not text else _beat(text)
+        return None if not text else _heartbeat(text)
 
-    def read_beats(self, elements: Iterable[ElementId]) -> tuple[dict[ElementId, Beat], dict[ElementId, Beat]]:
-        """Returns the beats of live elements, and those of elements that are not known to be live or silent yet.
+    def read_heartbeats(
+        self, elements: Iterable[ElementId]
+    ) -> tuple[dict[ElementId, Heartbeat], dict[ElementId, Heartbeat]]:
+        """Returns the heartbeats of live elements, and those of elements that are not known to be live or silent yet.
 
-        An element is live when its beat has changed, and silent when it has not changed for ``SILENT_S``.
+        An element is live when its heartbeat has changed, and silent when it has not changed for ``SILENT_S``.
         """
-        heard, unsure = dict[ElementId, Beat](), dict[ElementId, Beat]()
+        heard, unsure = dict[ElementId, Heartbeat](), dict[ElementId, Heartbeat]()
         for element in elements:
             text, now = self._text(element), self._clock()
             before, since, changed = self._seen.get(element, ("", now, False))
@@ -58,12 +60,12 @@ class ArrayState:
                 continue
             _, _, changed = self._seen.get(element, (text, since, changed))
             if text:
-                (heard if changed else unsure)[element] = _beat(text)
+                (heard if changed else unsure)[element] = _heartbeat(text)
         return heard, unsure
 
     def first(self, elements: Iterable[ElementId]) -> ElementId | None:
         """Returns the first element that is not silent. Reads no further files than needed: arrays are large."""
-        return next((element for element in elements if any(self.read_beats([element]))), None)
+        return next((element for element in elements if any(self.read_heartbeats([element]))), None)
 
     def read(self) -> list[Decision]:
         """Returns all decisions in order."""
@@ -87,12 +89,12 @@ class ArrayState:
 
     def _text(self, element: ElementId) -> str:
         try:
-            return shared_file.read_record(self._directory / f"beat-{element}.json").decode()
+            return shared_file.read_record(self._directory / f"heartbeat-{element}.json").decode()
         except FileNotFoundError:
             return ""
 
 
-def _beat(text: str) -> Beat:
+def _heartbeat(text: str) -> Heartbeat:
     raw = json.loads(text)
     del raw["count"]
-    return codec.decode(Beat, raw)
+    return codec.decode(Heartbeat, raw)

@@ -36,9 +36,9 @@ from megatron_ft.utils.signal_wakeup import stop_signals
 DIRECTORY = "array"
 """Subdirectory of the run directory with the state of each array."""
 _LOOK_S = 0.25
-_BEAT_S = 2.0
+_HEARTBEAT_S = 2.0
 _ALL_S = 10.0
-"""Interval at which the deciding element reads all beats while the run continues."""
+"""Interval at which the deciding element reads all heartbeats while the run continues."""
 _GRACE_S = 15.0
 
 
@@ -88,13 +88,13 @@ class ArrayTask:
         self._all = range(where.first, where.last + 1)
         before = self._board.last(where.element)
         self._own = array_policy.Own(
-            array_policy.Beat(where.element, where.restarts, -1 if before is None else before.run)
+            array_policy.Heartbeat(where.element, where.restarts, -1 if before is None else before.run)
         )
         self._agent: subprocess.Popen | None = None
         self._entered, self._killed = -1, False
         self._quick, self._since = 0, 0.0
         self._looked_at = self._all_at = -float("inf")
-        self._heard: tuple[Mapping[int, array_policy.Beat], Mapping[int, array_policy.Beat]] = ({}, {})
+        self._heard: tuple[Mapping[int, array_policy.Heartbeat], Mapping[int, array_policy.Heartbeat]] = ({}, {})
         self._tail, self._closing = history.Tail(run_dir), False
         self._said: int | None = None
         self._over_since: float | None = None
@@ -130,12 +130,12 @@ class ArrayTask:
         if self._ending:  # Slurm sends SIGTERM to the agent, too; SIGHUP is passed on
             if self._agent is not None:
                 return None
-            self._board.beat(self._own.beat)
+            self._board.heartbeat(self._own.heartbeat)
             return 128 + self._ending
-        if time.monotonic() - self._looked_at < _BEAT_S:
+        if time.monotonic() - self._looked_at < _HEARTBEAT_S:
             return None
         self._looked_at = time.monotonic()
-        self._board.beat(self._own.beat)
+        self._board.heartbeat(self._own.heartbeat)
         self._decide()
         return self._act()
 
@@ -144,15 +144,15 @@ class ArrayTask:
     def _decide(self) -> None:
         made, now = self._board.read(), time.monotonic()
         leads = self._board.first(element for element in self._all if element < self._where.element) is None
-        idle = self._agent is None or self._own.beat.asks
-        if (idle or leads) and now - self._all_at >= (_BEAT_S if idle and leads else _ALL_S):
-            self._all_at, self._heard = now, self._board.read_beats(self._all)
+        idle = self._agent is None or self._own.heartbeat.asks
+        if (idle or leads) and now - self._all_at >= (_HEARTBEAT_S if idle and leads else _ALL_S):
+            self._all_at, self._heard = now, self._board.read_heartbeats(self._all)
         if leads:
             self._pass_on(made)
         outcome = self._outcome(made) if idle else None
         if idle and (leads or outcome == 0):
-            beats, unsure = self._heard
-            seen = array_policy.Seen(now=time.time(), beats=beats, unsure=unsure, outcome=outcome)
+            heartbeats, unsure = self._heard
+            seen = array_policy.Seen(now=time.time(), heartbeats=heartbeats, unsure=unsure, outcome=outcome)
             decision = array_policy.decide(made, seen, self._limits)
             if decision is not None:
                 self._board.write(decision)
@@ -176,12 +176,12 @@ class ArrayTask:
 
     def _pass_on(self, made: Sequence[array_policy.Decision]) -> None:
         """Stops the run when an element has to release its node."""
-        beats = {**self._heard[0], **self._heard[1], self._where.element: self._own.beat}
-        told = next((beat.told for beat in beats.values() if beat.told), "")
+        heartbeats = {**self._heard[0], **self._heard[1], self._where.element: self._own.heartbeat}
+        told = next((heartbeat.told for heartbeat in heartbeats.values() if heartbeat.told), "")
         newest = made[-1] if made else None
         if not told or self._asked or not isinstance(newest, array_policy.Begin):
             return
-        if not array_policy.working(len(made) - 1, beats):
+        if not array_policy.working(len(made) - 1, heartbeats):
             return
         try:
             operator_requests.stop(self._run_dir, told)
@@ -195,7 +195,7 @@ class ArrayTask:
     def _act(self) -> int | None:
         made = self._board.decisions
         if self._agent is not None:
-            if array_policy.overtaken(self._own.beat, made):
+            if array_policy.overtaken(self._own.heartbeat, made):
                 self._killed = True
                 self._agent.kill()
             self._end_late(made)
@@ -244,7 +244,7 @@ class ArrayTask:
         os.close(self._entered)
         self._entered = -1
         if said:
-            self._own = replace(self._own, beat=replace(self._own.beat, asks=False))
+            self._own = replace(self._own, heartbeat=replace(self._own.heartbeat, asks=False))
             self._looked_at = -float("inf")
 
     def _begin(self, run: int, command: Sequence[str], told: int | None = None) -> None:
@@ -258,16 +258,16 @@ class ArrayTask:
         )
         self._since, self._asked = time.monotonic(), False
         self._own = replace(
-            self._own, beat=replace(self._own.beat, run=run, runs=True, asks=told is not None, code=None)
+            self._own, heartbeat=replace(self._own.heartbeat, run=run, runs=True, asks=told is not None, code=None)
         )
-        self._board.beat(self._own.beat)
+        self._board.heartbeat(self._own.heartbeat)
 
     def _buried(self, code: int) -> None:
         self._agent = None
         self._quick = 0 if time.monotonic() - self._since > restart_policy.LONGEST_S else self._quick + 1
-        beat = replace(self._own.beat, runs=False, asks=False, code=None if self._killed else code)
+        heartbeat = replace(self._own.heartbeat, runs=False, asks=False, code=None if self._killed else code)
         self._killed = False
-        self._own = array_policy.ended(self._own, beat, time.time(), self._quick)
+        self._own = array_policy.ended(self._own, heartbeat, time.time(), self._quick)
         self._looked_at = -float("inf")
 
     def _end_late(self, made: Sequence[array_policy.Decision]) -> None:
@@ -293,7 +293,7 @@ class ArrayTask:
 
     def _told(self, number: int, _frame: object) -> None:
         told = f"{signal.Signals(number).name}: the job is to end soon"
-        self._own = replace(self._own, beat=replace(self._own.beat, told=told))
+        self._own = replace(self._own, heartbeat=replace(self._own.heartbeat, told=told))
 
     def _terminated(self, number: int, _frame: object) -> None:
         self._ending = number

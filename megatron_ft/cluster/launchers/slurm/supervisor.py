@@ -46,8 +46,8 @@ _YOUNG_S = 60.0
 """Slurm may not list a new step for this long."""
 DIRECTORY = "supervisors"
 """Subdirectory of the run directory with the signs of life of the supervisors of each job."""
-_BEAT_S, _SILENT_LOOKS = 3.0, 5
-_SILENT_S = _BEAT_S * _SILENT_LOOKS
+_HEARTBEAT_S, _SILENT_LOOKS = 3.0, 5
+_SILENT_S = _HEARTBEAT_S * _SILENT_LOOKS
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Supervisor(Port):
         self._listed: Mapping[str, str] | None = {}
         self._cancelled: set[str] = set()
         self._ends_at: float | None = None
-        self._asked_at = self._beat_at = -float("inf")
+        self._asked_at = self._heartbeat_at = -float("inf")
         self._second, self._seconds = "", 0
         self._told = ""
         self._duty = _Duty(run_dir, f"{self._slurm.id}.{self._slurm.restarts}", waits)
@@ -190,8 +190,8 @@ class Supervisor(Port):
 
     def _on_duty(self) -> bool:
         """Returns whether this supervisor acts; the others wait until it is silent."""
-        if time.monotonic() - self._beat_at >= _BEAT_S:
-            self._beat_at = time.monotonic()
+        if time.monotonic() - self._heartbeat_at >= _HEARTBEAT_S:
+            self._heartbeat_at = time.monotonic()
             before = self._duty.held
             with contextlib.suppress(OSError):
                 self._duty.poll()
@@ -327,7 +327,7 @@ class _Duty:
     def __init__(self, run_dir: Path, job: str, waits: bool) -> None:
         self._directory = run_dir / DIRECTORY / job
         self.number, self.held = 0, not waits
-        self._said, self._same, self._beats = "", 0, 0
+        self._said, self._same, self._heartbeats = "", 0, 0
 
     def poll(self) -> None:
         """Looks at the newest file, and writes one in this supervisor's turn. Raises ``OSError``."""
@@ -343,8 +343,8 @@ class _Duty:
             self.held = shared_file.create(self._file(self.number + 1), "")
             self.number += 1
         if self.held:
-            self._beats += 1
-            said = {"host": socket.gethostname(), "pid": os.getpid(), "beat": self._beats}
+            self._heartbeats += 1
+            said = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": self._heartbeats}
             shared_file.write_json(self._file(self.number), said)
 
     def _is_silent(self) -> bool:

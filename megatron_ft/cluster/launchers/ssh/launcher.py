@@ -62,8 +62,8 @@ class _Agent:
     state: Path
     since: float
     request: Future | None = None
-    beat: int = -1
-    beat_at: float = 0.0
+    heartbeat: int = -1
+    heartbeat_at: float = 0.0
 
 
 def launch(
@@ -237,9 +237,9 @@ class SshLauncher(Port):
         state = shared_file.read_json(agent.state)
         if state is None:
             return now - agent.since < _YOUNG_S
-        if state["beat"] != agent.beat:
-            agent.beat, agent.beat_at = state["beat"], now
-        return state["code"] is None and now - agent.beat_at < _SILENT_S
+        if state["heartbeat"] != agent.heartbeat:
+            agent.heartbeat, agent.heartbeat_at = state["heartbeat"], now
+        return state["code"] is None and now - agent.heartbeat_at < _SILENT_S
 
     def ready(self, node: str) -> bool | None:
         """See :class:`Port`. The host is checked in the background."""

@@ -6,7 +6,7 @@ of standard output, among whatever the start files of a shell print. Requests:
 
 - ``check``: whether this host can take an agent.
 - ``start``: start an agent. It runs in its own session under a keeper, a process that writes the agent's state into the
-run directory: a growing beat, at last the exit code. Neither needs the ssh connection.
+run directory: a growing heartbeat, at last the exit code. Neither needs the ssh connection.
 - ``end``: end that agent.
 
 Failures assumed: the connection breaks at any moment; a request arrives twice; the file system does not respond for a
@@ -149,14 +149,19 @@ def _keep(output: int, directory: str, command: list[str], environment: Mapping[
         code = _watch(subprocess.Popen(command, cwd=directory, env=own, stdin=subprocess.DEVNULL), state)
     except BaseException:
         traceback.print_exc()
-        _write(state, {"pid": 0, "start": 0, "beat": 0, "code": code})
+        _write(state, {"pid": 0, "start": 0, "heartbeat": 0, "code": code})
     finally:
         os._exit(code & 0xFF)
 
 
 def _watch(agent: subprocess.Popen, state: Path) -> int:
     """Writes the agent's state until it has ended; returns its exit code."""
-    content: dict[str, Any] = {"pid": agent.pid, "start": started(agent.pid), "host": socket.gethostname(), "beat": 0}
+    content: dict[str, Any] = {
+        "pid": agent.pid,
+        "start": started(agent.pid),
+        "host": socket.gethostname(),
+        "heartbeat": 0,
+    }
     content["code"] = None
     # no limit: the agent's keeper, until the agent ends
     while content["code"] is None:
@@ -164,7 +169,7 @@ def _watch(agent: subprocess.Popen, state: Path) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = agent.wait(timeout=BEAT_S)
             content["code"] = code if code >= 0 else 128 - code
-        content["beat"] += 1
+        content["heartbeat"] += 1
     deadline = time.monotonic() + _LAST_WRITE_S
     while not _write(state, content) and time.monotonic() < deadline:
         time.sleep(_RETRY_S)

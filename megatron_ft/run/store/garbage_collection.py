@@ -1,13 +1,14 @@
 """Delete what is no longer needed from the control store (``core.protocol.key_lifetimes``), and let late readers go on.
 
 One agent does it, in a thread of its own: the agent on whose host the lowest live group has its position 0. When that
-host is lost, so is its group, and the next view names another one. Two agents that sweep at the same time do no harm.
+host is lost, so is its group, and the next view names another one. Two agents that collect at the same time do no harm.
 
 The order makes it safe: first ``kept/<index>`` is written, the notices before ``index`` that still matter; then the
 floor is raised; only then is anything below it deleted. A reader that finds nothing looks at the floor.
 
-Failures it assumes: the store is gone or silent for a while (the sweep is made later), or comes back empty (it begins
-anew). A call that takes effect late leaves at most a key that the next sweep finds: a sweep lists all keys that exist.
+Failures it assumes: the store is gone or silent for a while (the collection is made later), or comes back empty (it begins
+anew). A call that takes effect late leaves at most a key that the next collection finds: a collection lists all keys that
+exist.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from megatron_ft.utils.vital_thread import described
 _log = logging.getLogger(__name__)
 
 MANY = 256
-"""A sweep is made after this number of notices without a new view: checkpoints write some while nothing is lost."""
+"""A collection is made after this number of notices without a new view: checkpoints write some while nothing is lost."""
 _AGAIN_S = 60.0
-"""A sweep that failed is tried again after that time, or at the next view."""
+"""A collection that failed is tried again after that time, or at the next view."""
 
 _END_S = 5.0
-"""The longest wait for a sweep that is under way at the end; an etcd node may be silent."""
+"""The longest wait for a collection that is under way at the end; an etcd node may be silent."""
 
 
 def kept_key(index: int) -> str:
@@ -61,12 +62,12 @@ def find_view(store: ControlStore, epoch: int) -> Any | None:
     return found
 
 
-class Sweeper:
-    """The sweeper of one agent.
+class GarbageCollector:
+    """The garbage collector of one agent.
 
     Args:
-        store: a client that only the sweeper uses from here on.
-        mine: returns whether this host has position 0 of a group, and so sweeps when that group is the lowest.
+        store: a client that only the collector uses from here on.
+        mine: returns whether this host has position 0 of a group, and so collects when that group is the lowest.
         view: the first view of the run.
     """
 
@@ -80,7 +81,7 @@ class Sweeper:
         self._memory: str | None
         self._forget()
         self._notices_heard = 0
-        self._thread = threading.Thread(target=self._run, name="megatron_ft-sweeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="megatron_ft-gc", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -93,7 +94,7 @@ class Sweeper:
             self._stirred.set()
 
     def stop(self) -> None:
-        """End the sweeper."""
+        """End the thread."""
         self._over = True
         self._stirred.set()
         self._store.cut()
@@ -108,16 +109,18 @@ class Sweeper:
             if self._over:
                 return
             try:
-                self.sweep()
+                self.collect()
                 failed = False
             except StoreError:
                 failed = True
-            except Exception as error:  # a bug: without sweeps, the store of a run of weeks outgrows its host
+            except Exception as error:  # a bug: without collections, the store of a run of weeks outgrows its host
                 failed = True
-                _log.warning(f"a sweep of the control store {described(error)}; it is tried again in {_AGAIN_S:g} s")
+                _log.warning(
+                    f"a garbage collection of the control store {described(error)}; it is tried again in {_AGAIN_S:g} s"
+                )
 
-    def sweep(self) -> None:
-        """Look once for what can be deleted, and delete it if this host is the sweeping one. Raises ``StoreError``."""
+    def collect(self) -> None:
+        """Look once for what can be deleted, and delete it if this host is the collecting one. Raises ``StoreError``."""
         if self._memory != self._store.memory:
             self._forget()
         while (raw := find_view(self._store, self._view.epoch + 1)) is not None:
@@ -136,7 +139,7 @@ class Sweeper:
         everything = (*kept, *self._recent)
         present = key_lifetimes.Present(self._view, floor, key_lifetimes.graves(everything))
         self._store.delete([key for key in self._store.listed() if key_lifetimes.expired(key, present)])
-        self._old, self._recent, self._end = list(everything), [], end  # the next sweep deletes the recent ones
+        self._old, self._recent, self._end = list(everything), [], end  # the next one deletes the recent ones
 
     def _forget(self) -> None:
         self._old, self._recent = [], []
