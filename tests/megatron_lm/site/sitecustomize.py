@@ -6,6 +6,7 @@ A stand-in is used only where the real thing is missing.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import sys
 import types
@@ -67,6 +68,14 @@ def _install() -> None:
     from megatron.core.datasets import utils
 
     utils.compile_helpers = lambda: None  # they lie there compiled
+    atexit.register(_write_curves)
+
+
+def _write_curves() -> None:
+    """Write the points of the evaluations after the last iteration, which Megatron leaves to a thread that ends with it."""
+    writer = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_TENSORBOARD_WRITER", None)
+    if hasattr(writer, "flush"):
+        writer.flush()
 
 
 class _BeforeMegatron:
