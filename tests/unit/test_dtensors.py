@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_ft.errors import EngineError
+from megatron_ft.run.engines import dtensors
 from megatron_ft.run.engines.fsdp import FsdpEngine
 from megatron_ft.run.engines.layout import Layout
 from tests import support
@@ -116,6 +117,11 @@ def taken(rank: int) -> str:
     except EngineError as error:
         return f"{differ} {other.model[0].count} {error}"
     return "anything is taken"
+
+
+def test_what_is_saved_is_copied_without_gradients():
+    """A copy of a parameter would need one, and has no bytes to be sent (``Tensor.numpy``)."""
+    assert not any(one.requires_grad for one in dtensors._saved(nn.Linear(2, 2)).values())
 
 
 def test_a_state_is_taken_as_it_is_whatever_hooks_and_wrappers_do(told):

@@ -216,7 +216,7 @@ def _check_divisors(model: nn.Module, shards: int) -> None:
 
 
 def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and persistent buffers by name, without copies.
+    """Return a model's parameters and persistent buffers by name, without copies and gradients.
 
     ``state_dict()`` would run the hooks of modules. One that divides a fused weight (torchtitan's) returns copies, into
     which nothing can be loaded, and gathers the weight, for which all ranks have to call it at the same time."""
@@ -226,7 +226,7 @@ def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
             part.reshard()  # an evaluation can leave the root's parameters gathered
         for name, one in (*part._parameters.items(), *part._buffers.items()):
             if one is not None and name not in part._non_persistent_buffers_set:
-                found[plain_name(f"{prefix}.{name}" if prefix else name)] = one
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = one.detach()
     return found
 
 
