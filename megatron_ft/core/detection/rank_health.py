@@ -194,9 +194,8 @@ def add(health: Health, sample: Sample, now: float, limits: Limits) -> Health:
     advanced = sample.progress != last.progress or sample.phase != last.phase
     # A stopped rank does not work, so the time must not be learned as the length of a piece of work.
     stopped = sample.state in "Tt"
-    ran = (
-        sample.heartbeats != last.heartbeats or sample.cpu_s != last.cpu_s
-    )  # so that two short stops are not one long one
+    # Two short stops, between which the rank has run, are not one long one.
+    ran = sample.heartbeats != last.heartbeats or sample.cpu_s != last.cpu_s
     still_s = 0.0 if advanced else health.still_s + (0.0 if stopped else passed_s)
     worked = advanced and last.phase == "working"
     # A piece of work that took longer than its limit was held by an outage, and must not be learned either.
