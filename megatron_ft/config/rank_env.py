@@ -28,7 +28,7 @@ AUDIT = f"{_PREFIX}AUDIT"
 
 @dataclass(frozen=True)
 class Audit:
-    """The differences between a short run that checks a script (package ``audit``) and any other run.
+    """The differences between a short run that checks a script (``proof.audit_run``) and any other run.
 
     Attributes:
         last: The last step, whatever the script asks for.

@@ -1,5 +1,5 @@
 """The decisions, as functions of values to values: no torch, clock, thread, randomness or environment (a test reads the
 imports).
 
-``worker``, ``agent`` and ``proof`` are shells around this package.
+``run``, ``host`` and ``proof`` are shells around this package.
 """
